@@ -1,4 +1,4 @@
-"""Data: what a run trains on, cut into splits, batches and micro-batches."""
+"""Data: what a run trains on, divided into splits, batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ptfast.data.label_checks import (
     as_classes,
     check_labels,
     count_classes,
-    holds,
+    can_hold,
     is_ignored,
     not_finite,
     odd_classes,
@@ -62,7 +62,7 @@ _VOID = 255
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How the data of a run is read, cut into splits and loaded."""
+    """How the data of a run is read, divided into splits and loaded."""
 
     val: Duration
     """Training samples to hold out if the source has no validation split."""
@@ -96,11 +96,11 @@ class DataOptions:
     options: InputOptions = AS_GIVEN
     """What else decides how samples of a user's dataset are read."""
     rules: SplitRules = NO_RULES
-    """How the training samples are cut."""
+    """How the training samples are split."""
 
 
 def build_data(source: Any, **options: Any) -> Data:
-    """Read a dataset, cut it into splits, choose its loader, and find the facts about it.
+    """Read a dataset, divide it into splits, choose its loader, and find the facts about it.
 
     Args:
         source: what an option of the group `data` constructs, or any torch dataset.
@@ -118,15 +118,15 @@ def build_data(source: Any, **options: Any) -> Data:
         wanted = replace(wanted, rules=rules)
     read = _read(source, wanted)
     contents = wanted.once(read.fingerprint) if wanted.known is None else None
-    cut, kept = _hold_out(read, source, wanted)
-    loaded, choice = _load(cut, wanted)
-    skipping = [each for each in cut.sources.values() if isinstance(each, ImageFiles) and each.skips]
+    splits, kept = _hold_out(read, source, wanted)
+    loaded, choice = _load(splits, wanted)
+    skipping = [each for each in splits.sources.values() if isinstance(each, ImageFiles) and each.skips]
     info = _describe(loaded, kept, wanted, skips=bool(skipping))
-    if statistics := _statistics(loaded, cut.train, kept, info, wanted):
+    if statistics := _statistics(loaded, splits.train, kept, info, wanted):
         info.extra["normalize"] = statistics
     if contents is not None:
         info.extra["contents"] = contents
-    order = source.order(kept) if isinstance(source, Mixture) else cut.train.order
+    order = source.order(kept) if isinstance(source, Mixture) else splits.train.order
     if wanted.rules.overfit is not None:
         order = partial(_in_order, info.num_train or 0)
     return Data.of(
@@ -173,7 +173,7 @@ def _hold_out(splits: Splits, source: Any, wanted: DataOptions) -> tuple[Splits,
     contents = {} if known is None else known.extra.get("contents", {})
     if not wanted.whole or known is None or same_training_data(contents, splits.fingerprint()):
         return cut_splits(splits, source, wanted.val, seed, wanted.rules)
-    if getattr(source, "cuts_itself", False):
+    if getattr(source, "splits_itself", False):
         source.rules = NO_RULES
         whole = source.load(val=Duration(0, "percent"), seed=seed)
         splits = _with_classes(_for_task(whole, wanted.task))
@@ -334,7 +334,7 @@ def _count_classes(source: Source, ignore_index: int) -> int:
             masks = source.fetch(chunk)[1]
         counted = masks.masked_fill(is_ignored(masks, ignore_index), 0)
         highest = max(highest, int(counted.max()))
-        if holds(masks.dtype, _VOID):
+        if can_hold(masks.dtype, _VOID):
             below = max(below, int(counted.masked_fill(counted == _VOID, 0).max()))
     if highest == _VOID and below < _VOID - 1:
         what = f"pixel labels go up to {below}, except for {_VOID}"
@@ -375,7 +375,7 @@ def _ignores_labels(source: Source) -> bool:
 def _decode(splits: Splits, crops: bool, arrays: SharedArrays) -> Splits:
     """The same splits, decoded into memory."""
     files, sources = splits.train, splits.sources.values()
-    if crops and isinstance(files, ImageSource) and files.cuts and files.storage != "memory":
+    if crops and isinstance(files, ImageSource) and files.crops_originals and files.storage != "memory":
         splits = replace(splits, train=ImagesInMemory(files))
     decoded = {
         split: source.to_memory(arrays)

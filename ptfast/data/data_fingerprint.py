@@ -38,9 +38,9 @@ def class_parts(
     Names are relative to `root`: a tree may be moved. Of more than `most` files every k-th is inspected.
     """
     step, skipped, newest_ns = -(-len(paths) // most), len(str(root)) + 1, 0
-    cuts = [*np.searchsorted(labels, range(len(classes))).tolist(), len(paths)]
+    bounds = [*np.searchsorted(labels, range(len(classes))).tolist(), len(paths)]
     contents: Contents = {}
-    for name, first, end in zip(classes, cuts[:-1], cuts[1:], strict=True):
+    for name, first, end in zip(classes, bounds[:-1], bounds[1:], strict=True):
         found = [size_and_time(path) for path in paths[first:end:step]]
         newest_ns = max(newest_ns, *(time_ns for _, time_ns in found))
         names = "\n".join(path[skipped:] for path in paths[first:end])
@@ -105,7 +105,7 @@ def load_arrays(path: Path) -> dict[str, NDArray]:
 
 
 def save_arrays(path: Path, **arrays: NDArray) -> None:
-    """Write arrays to `path`, which never holds a partial file; errors only mean that no cache is there."""
+    """Write arrays to `path`, which is never a partial file; errors only mean that no cache is there."""
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -103,14 +103,14 @@ class ReadsAsKnown:
 
     known: DataInfo | None = None
     """The facts of the data that the model was trained on, where it is only evaluated."""
-    cuts_itself = False
+    splits_itself = False
     """`load` holds out the validation samples, not its caller."""
     task = "auto"
     """The task that the config names."""
     max_length = 0
     """Tokens that are kept of a text."""
     rules = NO_RULES
-    """How the training samples are cut."""
+    """How the training samples are split."""
 
     def complete(self, found: dict[str, _Found]) -> dict[str, _Found]:
         """The splits that were found; evaluation needs no `train` and reads the first of the others."""

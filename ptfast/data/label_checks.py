@@ -105,9 +105,9 @@ class LabelCheck:
         return raw
 
 
-def missing_classes(trained: Tensor, held: Tensor, names: Sequence[str] | None) -> list[str]:
-    """The classes that the `trained` labels have and the `held` ones lack, by name or number."""
-    missing = {*trained.tolist()} - {*held.tolist(), IGNORE_INDEX}
+def missing_classes(trained: Tensor, held_out: Tensor, names: Sequence[str] | None) -> list[str]:
+    """The classes that the `trained` labels have and the `held_out` ones lack, by name or number."""
+    missing = {*trained.tolist()} - {*held_out.tolist(), IGNORE_INDEX}
     return [str(number) if names is None else names[int(number)] for number in sorted(missing)]
 
 
@@ -134,7 +134,7 @@ def odd_classes(labels: Tensor, num_classes: int, key: str, *, is_stated: bool =
 
 
 def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
-    """The samples among `numbers`, those of a raw batch, that hold numbers that are not finite; sorted."""
+    """The samples among `numbers`, those of a raw batch, that contain numbers that are not finite; sorted."""
     wrong = np.zeros(len(numbers), bool)
     for part in tensors_in(raw):
         if part.is_floating_point() and len(part) == len(wrong):
@@ -144,17 +144,17 @@ def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
 
 def unfit_samples(numbers: Sequence[int], consequence: str = "") -> DataError:
     names = ", ".join(f"{number:,}" for number in numbers[:5]) + ", ..." * (len(numbers) > 5)
-    what = f"samples hold numbers that are not finite ({names}){consequence}"
+    what = f"samples contain numbers that are not finite ({names}){consequence}"
     return DataError("D005", what, key="data", suggestion="Leave such samples out, or clean them")
 
 
 def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:
-    if holds(labels.dtype, ignore_index):
+    if can_hold(labels.dtype, ignore_index):
         return labels == ignore_index
     return torch.zeros_like(labels, dtype=torch.bool)
 
 
-def holds(dtype: torch.dtype, value: int) -> bool:
+def can_hold(dtype: torch.dtype, value: int) -> bool:
     if dtype.is_floating_point:
         return True
     if dtype == torch.bool:

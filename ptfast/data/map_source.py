@@ -88,8 +88,8 @@ class MapSource(BaseSource):
     be None."""
     joins = False
     """Sources with these columns become one by `joined`."""
-    cuts = True
-    """Random crops are cut out of each original image; else out of images that were fetched."""
+    crops_originals = True
+    """Random crops are taken from each original image; else from images that were fetched."""
 
     @property
     def parts(self) -> Sequence[MapSource]:
@@ -235,7 +235,7 @@ class JoinedSource(MapSource):
     """Samples of several sources, one after the other, each fetched by its own; all are of one shape."""
 
     columns = ("_parts", "_numbers")
-    cuts = False
+    crops_originals = False
 
     def __init__(self, sources: list[MapSource]) -> None:
         self._sources, sizes = sources, [*map(len, sources)]

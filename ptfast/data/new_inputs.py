@@ -47,7 +47,7 @@ def read_inputs(
     """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input a line.
 
     Args:
-        info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
+        info: of the run's data; its `extra` contains shapes, statistics and vocabulary.
         given: paths; or a `Text`, a PIL image, an array or tensor of one or several inputs, by itself; or,
             for a model of tables, a mapping for each row.
         skip: called with the error of an image that cannot be read, which is left out; None to raise it.
@@ -98,7 +98,7 @@ def _sample_shape(info: DataInfo, channels_last: bool) -> list[int] | None:
 
 
 def _each_array(info: DataInfo, arrays: Sequence[Any]) -> Iterator[Named]:
-    """The inputs in arrays or tensors, each of which holds several or a single one."""
+    """The inputs in arrays or tensors, each of which contains several or a single one."""
     number = 0
     for array in arrays:
         inputs = torch.as_tensor(array).detach().cpu()
@@ -149,7 +149,7 @@ def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
     inputs, found_images = as_inputs(arrays[name], f"{path} {name}".strip())
     if found_images != images:
         what = "no uint8 images, which the model takes" if images else "images; the model takes vectors"
-        raise DataError("D005", f"holds {what}", key=str(path))
+        raise DataError("D005", f"contains {what}", key=str(path))
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(inputs))
 
 
@@ -201,7 +201,7 @@ def _files(given: Sequence[Any], note: Callable[[str], None] = lambda text: None
             if passed.note:
                 note(passed.note)
             if not inside:
-                raise DataError("D002", "holds no images", key="PATH", value=path)
+                raise DataError("D002", "contains no images", key="PATH", value=path)
             yield from inside
         elif path.is_file():
             yield path

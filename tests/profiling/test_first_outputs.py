@@ -40,7 +40,7 @@ def everything_said(capsys: pytest.CaptureFixture[str]) -> str:
 def held_out() -> tuple[torch.Tensor, torch.Tensor]:
     data = blobs()
     places = torch.from_numpy(
-        SplitRules().cut(len(data), Duration(10, "samples"), 0, data.tensors[1].numpy())["val"]
+        SplitRules().apply(len(data), Duration(10, "samples"), 0, data.tensors[1].numpy())["val"]
     )
     return data.tensors[0][places], data.tensors[1][places]
 

@@ -96,7 +96,7 @@ class BadData:
         make: makes it in the current folder.
         line: the words after `ptfast train`.
         code: the code in the message.
-        says: texts that the message holds.
+        says: texts that the message contains.
     """
 
     make: Callable[[], object]
@@ -236,7 +236,7 @@ CASES: dict[str, BadData] = {
     ),
     "35 an empty folder": BadData(Path("images").mkdir, IMAGES, "D002", (ROOT, "is an empty folder")),
     "36 one class": BadData(
-        lambda: class_folders("cat"), IMAGES, "D003", ("holds one class only (cat)", "a folder of its own")
+        lambda: class_folders("cat"), IMAGES, "D003", ("contains one class only (cat)", "a folder of its own")
     ),
     "37 an empty class": BadData(
         _empty_class, IMAGES, "D003", ("images/train/emu: class folder without images", "or remove it")
@@ -343,7 +343,7 @@ CASES: dict[str, BadData] = {
         lambda: np.savez("arrays.npz", x=np.zeros((9, 2)), y=np.array([None] * 9)),
         ARRAYS,
         "D005",
-        ("data.path=arrays.npz", "holds Python objects in place of numbers"),
+        ("data.path=arrays.npz", "contains Python objects in place of numbers"),
     ),
     "46 a bomb": BadData(
         _with(_bomb), IMAGES, "D005", ("cat/0.png: claims 2,500,000,000 pixels", "not decoded")

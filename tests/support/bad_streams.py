@@ -112,7 +112,7 @@ CASES: dict[str, BadData] = {
         ("data.shards=shards/0{0..3}.tar (command line): no such file: shards/00.tar", "Set data.shards="),
     ),
     "a folder without shards": BadData(
-        Path("shards").mkdir, SHARDS, "D001", ("data.shards=shards (command line): holds no .tar files",)
+        Path("shards").mkdir, SHARDS, "D001", ("data.shards=shards (command line): contains no .tar files",)
     ),
     "a shard that is not there": BadData(
         lambda: (good_shard(), Path("shards/1.tar").symlink_to("nowhere")),
@@ -124,7 +124,7 @@ CASES: dict[str, BadData] = {
         lambda: (good_shard(), shard(name="1")),
         SHARDS,
         "D002",
-        ("shards/1.tar: holds no samples. Leave it out",),
+        ("shards/1.tar: contains no samples. Leave it out",),
     ),
     "a shard cut off within an image": BadData(
         lambda: _cut_shard(1600),

@@ -23,18 +23,18 @@ class HalvesWhenAbove:
     """A scheduler of a user's own: halves the rate at a loss above `limit`."""
 
     def __init__(self, optimizer: Any, limit: float = 0.0) -> None:
-        self.optimizer, self.limit, self.num_cuts = optimizer, limit, 0
+        self.optimizer, self.limit, self.num_longs = optimizer, limit, 0
 
     def step(self, loss: float) -> None:
         if loss > self.limit:
-            self.num_cuts += 1
+            self.num_longs += 1
             self.optimizer.param_groups[0]["lr"] /= 2
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_cuts": self.num_cuts}
+        return {"num_longs": self.num_longs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_cuts = state["num_cuts"]
+        self.num_longs = state["num_longs"]
 
 
 class WithoutState:
@@ -95,7 +95,7 @@ def test_a_scheduler_of_your_own_steps_on_the_metric(in_tmp: Path) -> None:
     own = (*RISING, f"schedule._target_={HERE}.HalvesWhenAbove", "schedule.warmup=0")
     assert train(*own, "steps=10", "schedule.limit=0.01", "run.dir=a") == 0
     assert lrs(Path("a")) == [2.0] * 3 + [1.0] * 3 + [0.5] * 3 + [0.25]
-    assert training_state(Path("a"))["schedule"] == {"lr": 0.25, "scheduler": {"num_cuts": 3}}
+    assert training_state(Path("a"))["schedule"] == {"lr": 0.25, "scheduler": {"num_longs": 3}}
     with pytest.raises(ConfigError, match="has no method state_dict") as caught:
         build_run(in_tmp / "b", *merged(*own, f"schedule._target_={HERE}.WithoutState"))
     assert caught.value.code == "C009"

@@ -152,13 +152,14 @@ def test_samples_that_are_not_finite_are_named(
 ) -> None:
     Path("holed.py").write_text(HOLED)
     # Held-out samples leave gaps, and numbers are those of the whole.
-    training = SplitRules().cut(50, Duration(20, "percent"), seed=0)["train"]
+    training = SplitRules().apply(50, Duration(20, "percent"), seed=0)["train"]
     words = ("data=custom", "data._target_=holed.Holed", f"data.place={training[33]}", "data.val=20%")
     words = (*words, "model.hidden=[4]", "model=mlp", "batch_size=8", "epochs=2", f"dataloader={loader}")
     assert train(*words, "log_every=2") == 3
     err = capsys.readouterr().err
     assert (
-        f"error[D005]: data (command line): samples hold numbers that are not finite ({training[33]})" in err
+        f"error[D005]: data (command line): samples contain numbers that are not finite ({training[33]})"
+        in err
     )
 
 

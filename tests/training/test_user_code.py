@@ -188,7 +188,7 @@ def test_samples_that_are_not_finite_are_the_datas_fault(
 ) -> None:
     words = ("data=custom", "data._target_=misfits.unknown", "data.normalize=false", "batch_size=20")
     assert train(*words, "steps=3") == 3
-    assert "samples hold numbers that are not finite (" in capsys.readouterr().err
+    assert "samples contain numbers that are not finite (" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 

@@ -38,7 +38,7 @@ _SYSTEM = {
 MAX_PIXELS = 100_000_000
 """An image whose header promises more is rejected as a decompression bomb."""
 _HEADER_BYTES = 2**16
-"""They hold the size of nearly every JPEG, even after a thumbnail; PIL reads on for the rest."""
+"""They contain the size of nearly every JPEG, even after a thumbnail; PIL reads on for the rest."""
 SHORT_S = 80e-6
 """How long work takes that threads make no shorter."""
 REMEDY = "Replace the file, or remove it"

@@ -1,4 +1,4 @@
-"""PIL images as the model sees them: 8-bit RGB, in a square. The exported `load.py` holds copies of this."""
+"""PIL images as the model sees them: 8-bit RGB, in a square. The exported `load.py` has copies of this."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rgb_pixels(image: Any) -> Tensor:
         pixels = pixels.view(image.height, image.width, 3)
         # PIL has dropped the lower 8 of 16 bits.
         if (";16" in layout or "65535" in layout) and pixels.max() <= 16:
-            raise UnknownScaleError("holds 16-bit values near black: a dark image, or 12 bits in 16")
+            raise UnknownScaleError("contains 16-bit values near black: a dark image, or 12 bits in 16")
         return pixels
     tags = getattr(image, "tag_v2", {})
     kind, dtype = ("floats", torch.float32) if mode == "F" else ("integers", torch.int32)
@@ -40,9 +40,9 @@ def rgb_pixels(image: Any) -> Tensor:
     if mode[1:] or (mode == "I" and image.format in ("PNG", "PPM")):
         white = 4095 if tags.get(258) == (12,) else 65535
     if not 0 <= low <= high <= white:
-        raise UnknownScaleError(f"holds {kind} from {low:g} to {high:g}, so its white is unknown")
+        raise UnknownScaleError(f"contains {kind} from {low:g} to {high:g}, so its white is unknown")
     if white == 65535 and ";16" in layout + mode and 0 < high < 4096:
-        raise UnknownScaleError(f"holds 16-bit values up to {high:,}: a dark image, or 12 bits in 16")
+        raise UnknownScaleError(f"contains 16-bit values up to {high:,}: a dark image, or 12 bits in 16")
     grey = ((values * 255).round() if white == 1 else values.int() * 256 // (white + 1)).byte()
     grey = 255 - grey if tags.get(262) == 0 else grey  # TIFFs may count from white to black
     return grey.view(image.height, image.width, 1).repeat(1, 1, 3)

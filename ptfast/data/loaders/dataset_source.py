@@ -75,12 +75,12 @@ class DatasetSource(MapSource):
 
     Sequences of tokens whose lengths the dataset states in `lengths` are padded with its `pad_id` (default
     0), and targets with one label per token with -100. Random generators are seeded, global ones (torch,
-    numpy, random) by epoch and samples, those that the dataset holds by epoch and sample: resumed runs and
+    numpy, random) by epoch and samples, those that the dataset has by epoch and sample: resumed runs and
     any number of workers draw the same. A method `set_epoch` is told the epoch wherever it is read.
     """
 
     columns = ("_numbers", "lengths", "all_labels")
-    cuts = False
+    crops_originals = False
 
     def __init__(
         self, dataset: Any, seed: int, *, images: bool = False, collate: Collate | None = None

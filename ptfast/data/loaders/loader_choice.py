@@ -72,7 +72,7 @@ def choose(
         others: the splits that are kept in memory with it.
         num_samples: taken from `train` in the whole run; None if unknown.
         before: the reason for `kind`, where an earlier part of the run chose it for `auto`.
-        crops: whether boxes are cut out of the training images, which are then kept at their original size.
+        crops: whether boxes are cropped from the training images, which are then kept at their original size.
 
     Raises:
         ConfigError: C011 for a kind that this data cannot have.
@@ -112,7 +112,7 @@ def choose(
 def _check_kind(train: MapSource, kind: str, crops: bool) -> None:
     """Reject, with C011, a kind of loader that this data cannot have."""
     if kind == "device" and crops:
-        what, hint = "augment.resized_crop cuts images before they go to the device", "Use dataloader=memory"
+        what, hint = "augment.resized_crop crops images before they go to the device", "Use dataloader=memory"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     theirs = [each for each in train.parts if isinstance(each, DatasetSource)] if kind in DECODED_ONCE else []
     if any(each.collate.is_own for each in theirs):

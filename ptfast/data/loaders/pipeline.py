@@ -369,7 +369,7 @@ class RawBatches:
         if self.augment.resized_crop is None:
             raw = source.fetch(places, micro_batch.epoch)
             return augmented(self.augment, raw, micro_batch) if self.augment else raw
-        if not source.cuts:
+        if not source.crops_originals:
             source = TensorSource(*source.fetch(places, micro_batch.epoch), images=True)
             places = np.arange(len(places))
         return cropped(self.augment, source, micro_batch, places)

@@ -21,7 +21,7 @@ from ptfast.data.decoding.pictures import UnknownScaleError, in_square, rgb_pixe
 from ptfast.data.label_checks import number_names, signed
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")
-"""Names by which samples with names hold their target."""
+"""Names by which samples with named parts give their target."""
 _CHANNELS = (1, 3, 4)
 _LABELS = (int, float, str, bytes, np.generic, np.ndarray, Tensor, list, tuple, Mapping)
 
@@ -242,7 +242,7 @@ def as_array(value: Any, number: int) -> Any:
         kind = np.dtype(np.float64) if array.dtype == object else array.dtype.newbyteorder("=")
         return np.array(array, kind, order="C")
     except (TypeError, ValueError) as error:
-        what = f"the input of sample {number:,} holds something other than numbers: {error}"
+        what = f"the input of sample {number:,} contains something other than numbers: {error}"
         raise DataError("D005", what, key="data", suggestion="Leave such columns out") from None
 
 

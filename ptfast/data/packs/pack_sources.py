@@ -25,7 +25,7 @@ from ptfast.data.transforms.normalize import finish_statistics
 IMAGE_BYTES = 16 * 2**20
 """Images that a process converts at once; each process needs a few such pieces in memory."""
 _PROBES = 32
-"""Images that are read to see how much a piece holds."""
+"""Images that are read to see how much a piece contains."""
 _MOST_IMAGES = 4096
 """Of a piece, however small they are."""
 TEXT_BYTES = 4 * 2**20
@@ -154,7 +154,7 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
     jobs = list(_jobs(path, WHOLE_BYTES if whole else TEXT_BYTES, blank_lines=documents == "paragraphs"))
     found = learn_tokenizer(tokenizer, map(_read, jobs), None)
     if isinstance(found, Vocabulary) and not any(entry.strip() for entry in found.entries):
-        raise DataError("D002", "holds no text", key="SRC", value=path)
+        raise DataError("D002", "contains no text", key="SRC", value=path)
     given = {"--tokenizer": (tokenizer, "characters"), "--documents": (documents, "none")}
     options = " ".join(f"{flag} {value}" for flag, (value, default) in given.items() if value != default)
     text = TextFacts(tokenizer, found.describe(), documents)
@@ -172,7 +172,7 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
 
 def _with_tokens(manifest: Manifest, folder: Path) -> Manifest:
     if not manifest.data_bytes:
-        raise DataError("D002", "holds no text", key="SRC", value=manifest.source.path)
+        raise DataError("D002", "contains no text", key="SRC", value=manifest.source.path)
     return manifest
 
 
@@ -201,7 +201,7 @@ def _jobs(path: Path, piece_bytes: int, *, blank_lines: bool) -> Iterator[_TextJ
     """Pieces of at least `piece_bytes` up to the end of a line; with `blank_lines`, up to the next text."""
     size, start = path.stat().st_size, 0
     if not size:
-        raise DataError("D002", "holds no text", key="SRC", value=path)
+        raise DataError("D002", "contains no text", key="SRC", value=path)
     with path.open("rb") as file:
         while start < size:
             file.seek(start + piece_bytes)

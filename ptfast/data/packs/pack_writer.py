@@ -149,7 +149,7 @@ def check_folder(folder: Path, wanted: Manifest) -> Manifest | None:
     """The whole pack of the same source in `folder`; None where it is still to be made.
 
     Raises:
-        ConfigError: C011 where the folder holds something else.
+        ConfigError: C011 where the folder contains something else.
     """
     hint, what = "Choose another folder, or remove it", None
     if not folder.exists():
@@ -161,9 +161,9 @@ def check_folder(folder: Path, wanted: Manifest) -> Manifest | None:
     if not folder.is_dir():
         what = "is a file"
     elif manifest is None and any(folder.iterdir()):
-        what, hint = "is not empty and holds no pack", "Choose another folder"
+        what, hint = "is not empty and contains no pack", "Choose another folder"
     elif manifest is not None and manifest.source.path != wanted.source.path:
-        what = f"holds a pack of {manifest.source.path}"
+        what = f"contains a pack of {manifest.source.path}"
     if what is not None:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     return manifest

@@ -22,7 +22,7 @@ def cut_splits(
     """The splits of the dataset `source` by the rules, and the training samples kept; None for all."""
     train, kept, notes = splits.train, None, [splits.note]
     if isinstance(train, IterableSource):
-        rules.reject("iterable data cannot be cut", "test", "folds", "group", "fraction", "overfit")
+        rules.reject("iterable data cannot be divided", "test", "folds", "group", "fraction", "overfit")
         if splits.val is not None or val.value == 0:
             return splits, None
         if val.unit != "percent":
@@ -30,7 +30,7 @@ def cut_splits(
             what, hint = "iterable data cannot be split", "Use data.val=0, or a map-style dataset"
             raise ConfigError("C011", what, key="data.val", value=val, suggestion=hint)
         notes.append("nothing is held out of iterable data")
-    elif not getattr(source, "cuts_itself", False):
+    elif not getattr(source, "splits_itself", False):
         if splits.test is not None:
             rules.reject("this data has a test split of its own", "test")
         labels = train.known_labels() if splits.info.task == "classification" else None
@@ -41,7 +41,7 @@ def cut_splits(
             if rules.group is not None and (wanted or rules.test)
             else None
         )
-        parts = rules.cut(len(train), wanted, seed, classes, groups)
+        parts = rules.apply(len(train), wanted, seed, classes, groups)
         if len(parts) > 1 or len(parts["train"]) < len(train):
             splits = replace(splits, **{split: train.take(places) for split, places in parts.items()})
             kept = parts["train"]

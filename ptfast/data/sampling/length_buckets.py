@@ -21,7 +21,7 @@ class LengthPlan(BatchPlan):
     """Batches of samples of like length, in a random order; every sample once in an epoch.
 
     Random batches are mostly padding. Here samples are ordered by the class of their length, at random within
-    a class, and cut into batches, which steps take in random order. Classes are 3 to 6 % of a length wide, or
+    a class, and split into batches, which steps take in random order. Classes are 3 to 6 % of a length wide, or
     `padding.multiple` tokens, so batches are mixed anew in every epoch. Everything is a function of (lengths,
     seed, epoch); all epochs have the same number of steps.
 
@@ -56,31 +56,31 @@ class LengthPlan(BatchPlan):
         self._seed = seed
         # Batches that are read ahead may be of the next epoch.
         self._epoch = lru_cache(maxsize=2)(self._draw)
-        self._cuts: NDArray[np.int64] | None = None
+        self._bounds: NDArray[np.int64] | None = None
         if batch_tokens is not None:
             widest = np.full(size, limit) if padding.fixed else np.minimum(np.sort(self._classes), limit)
-            cuts = [0]
-            while (start := cuts[-1]) < size:
+            bounds = [0]
+            while (start := bounds[-1]) < size:
                 following = widest[start : start + batch_tokens // int(widest[start])]
                 padded = following * np.arange(1, len(following) + 1)
-                cuts.append(start + max(1, int(np.searchsorted(padded, batch_tokens, side="right"))))
-            self._cuts = np.array(cuts)
-            batch_size = max(1, round(size / (len(self._cuts) - 1)))
+                bounds.append(start + max(1, int(np.searchsorted(padded, batch_tokens, side="right"))))
+            self._bounds = np.array(bounds)
+            batch_size = max(1, round(size / (len(self._bounds) - 1)))
         super().__init__(size, batch_size, drop_last)
-        if self._cuts is not None:
-            self.steps_per_epoch = len(self._cuts) - 1
+        if self._bounds is not None:
+            self.steps_per_epoch = len(self._bounds) - 1
 
     def order(self, epoch: int) -> Indices:
-        """The order of the samples that `batch` cuts pieces out of."""
+        """The order of the samples that `batch` takes slices of."""
         return self._epoch(epoch)[0]
 
     def batch(self, step: int) -> tuple[int, int, int]:
         assert self.steps_per_epoch
         epoch, position = divmod(step, self.steps_per_epoch)
-        _, cuts, turns = self._epoch(epoch)
+        _, bounds, turns = self._epoch(epoch)
         which = int(turns[position])
-        start, stop = int(cuts[which]), int(cuts[which + 1])
-        if self.drop_last == "pad" and self._cuts is None:
+        start, stop = int(bounds[which]), int(bounds[which + 1])
+        if self.drop_last == "pad" and self._bounds is None:
             # The short one takes in its neighbors, which are of like length.
             start = max(0, min(start, len(self._classes) - self.batch_size))
             stop = start + self.batch_size
@@ -92,23 +92,23 @@ class LengthPlan(BatchPlan):
         return super().steps(duration, total_steps)
 
     def all_sizes(self) -> set[int]:
-        return super().all_sizes() if self._cuts is None else {*np.diff(self._cuts).tolist()}
+        return super().all_sizes() if self._bounds is None else {*np.diff(self._bounds).tolist()}
 
     def _draw(self, epoch: int) -> tuple[Indices, NDArray[np.int64], Indices]:
         """The samples from short to long, where batches begin and end in them, and which each step takes."""
-        size, cuts = len(self._classes), self._cuts
+        size, bounds = len(self._classes), self._bounds
         whole, rest = divmod(size, self.batch_size)
-        num_batches = whole + (rest > 0) if cuts is None else len(cuts) - 1
+        num_batches = whole + (rest > 0) if bounds is None else len(bounds) - 1
         shuffled = permutation(self._seed, epoch, size)
         order = shuffled[np.argsort(self._classes[shuffled], kind="stable")]
         turns = permutation(counter_draws.key(self._seed, counter_draws.BATCHES), epoch, num_batches)
-        if cuts is None:
+        if bounds is None:
             widths = np.full(num_batches, self.batch_size)
             if rest:
                 # The short batch comes last, and so is of any length.
                 widths[turns[-1]] = rest
-            cuts = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
-        return order, cuts, turns
+            bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
+        return order, bounds, turns
 
 
 def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padding: Padding) -> float:

@@ -120,7 +120,7 @@ def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         first = int(wrong.argmax())
-        _reject_weights(dataset, f"hold {weights[first]:g} for sample {first}, where 0 or more is due")
+        _reject_weights(dataset, f"contain {weights[first]:g} for sample {first}, where 0 or more is due")
     weights = weights if kept is None else weights[kept]
     if not weights.sum() > 0:
         _reject_weights(dataset, "sum to zero over the training samples")

@@ -38,7 +38,7 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
 
 @lru_cache(maxsize=64)
 def micro_batch_bounds(num_samples: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Cut `num_samples` evenly into `micro_batches` runs (start, stop); some empty if there are too few."""
+    """Split `num_samples` evenly into `micro_batches` runs (start, stop); some empty if there are too few."""
     return tuple(pairwise(m * num_samples // micro_batches for m in range(micro_batches + 1)))
 
 
@@ -59,7 +59,7 @@ class MicroBatchIndices(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How each step's batch is cut into micro-batches, and which of them one rank gets."""
+    """How each step's batch is divided into micro-batches, and which of them one rank gets."""
 
     plan: BatchPlan
     micro_batches: int
@@ -76,7 +76,7 @@ class Sharding:
         """Number, within a step, of this rank's first micro-batch."""
         return self.rank * self.per_rank
 
-    def cut(self, epoch: int, batch: Indices) -> list[MicroBatchIndices]:
+    def micro_batches_of(self, epoch: int, batch: Indices) -> list[MicroBatchIndices]:
         """This rank's micro-batches of a step; an empty one gets a stand-in sample for the collectives."""
         bounds = micro_batch_bounds(len(batch), self.micro_batches)[self.first : self.first + self.per_rank]
         return [
@@ -120,7 +120,7 @@ class Sampler:
         batch = order[start:stop]
         if stop > self.size:
             batch = order.take(np.arange(start, stop), mode="wrap")
-        return self._sharding.cut(epoch, batch), len(batch)
+        return self._sharding.micro_batches_of(epoch, batch), len(batch)
 
     def _order(self, epoch: int) -> Indices:
         order = self.plan.order(epoch)

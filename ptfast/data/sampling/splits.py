@@ -16,7 +16,7 @@ from ptfast.data.sampling.sampler import Indices
 
 @dataclass(frozen=True)
 class SplitRules:
-    """How the samples of `train` are cut, by the keys of the section `data` that have these names."""
+    """How the samples of `train` are split, by the keys of the section `data` that have these names."""
 
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"
     group: str | None = None
@@ -36,7 +36,7 @@ class SplitRules:
                 hint = f"Leave out data.{name}"
                 raise ConfigError("C011", what, key=f"data.{name}", value=value, suggestion=hint)
 
-    def cut(
+    def apply(
         self, size: int, val: Duration | None, seed: int, classes: Any = None, groups: Any = None
     ) -> dict[str, Indices]:
         """The samples of `train`, and of `val` and `test` where they are held out, each ascending.
@@ -47,7 +47,7 @@ class SplitRules:
         if self.test is not None:
             return self._with_test(size, self.test, val, seed, classes, groups)
         if val is None:
-            self.reject("this data has a val split of its own, so none is cut out of train", "folds", "group")
+            self.reject("this data has a val split of its own, so none is taken from train", "folds", "group")
         if self.split == "stratified" and classes is None:
             self.reject("this data has no classes that are known beforehand", "split")
         train, held = np.arange(size), np.arange(0)
@@ -60,15 +60,15 @@ class SplitRules:
     def _with_test(
         self, size: int, test: Duration, val: Duration | None, seed: int, classes: Any, groups: Any
     ) -> dict[str, Indices]:
-        """The samples of `test`, and the others as they are cut without them: folds share one test."""
+        """The samples of `test`, and the others as they are split without them: folds share one test."""
         for_test = replace(self, test=None, folds=None, fraction=None, key="data.test")
-        rest, tested = for_test.cut(size, test, seed, classes, groups).values()
+        rest, tested = for_test.apply(size, test, seed, classes, groups).values()
         if val is not None and val.unit == "percent":
             # A share of all samples, as that of the test is.
             val = Duration(held_out(size, val), "samples")
         left = (None if each is None else np.asarray(each)[rest] for each in (classes, groups))
         rules = replace(self, test=None, group=None if val is None else self.group)
-        parts = rules.cut(len(rest), val, seed, *left)
+        parts = rules.apply(len(rest), val, seed, *left)
         return {**{split: rest[places] for split, places in parts.items()}, "test": tested}
 
     def _held(self, order: Indices, val: Duration, classes: Any, groups: Any) -> Indices:

@@ -104,7 +104,7 @@ class Arrays(ReadsAsKnown):
                     pairs[split] = arrays[inputs], arrays[targets]
         pairs = self.complete(pairs)
         if "train" not in pairs:
-            what = f"has no train_x and train_y, nor x and y; it holds {', '.join(arrays) or 'nothing'}"
+            what = f"has no train_x and train_y, nor x and y; it contains {', '.join(arrays) or 'nothing'}"
             raise DataError("D005", what, key="data.path", value=self.path)
         return pairs
 
@@ -133,8 +133,8 @@ def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[st
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if "pickle" in str(error):
-            # numpy suggests to unpickle them, which would run any code that they hold.
-            reason = "it holds Python objects in place of numbers, or something else than arrays"
+            # numpy suggests to unpickle them, which would run any code that they contain.
+            reason = "it contains Python objects in place of numbers, or something else than arrays"
         raise DataError("D005", f"is not a readable {suffix}: {reason}", key=key, value=path) from None
     if archive == ("" in arrays):
         what = f"is {'a single array' if archive else 'an archive'}, not an {suffix}"
@@ -155,7 +155,7 @@ def as_inputs(array: NDArray, where: str) -> tuple[Tensor, bool]:
     vectors = array.reshape(len(array), -1).astype(np.float32, copy=False)
     if not np.isfinite(vectors).all():
         sample, column = (int(i) for i in np.argwhere(~np.isfinite(vectors))[0])
-        what = f"sample {sample:,} holds {vectors[sample, column]} in column {column}"
+        what = f"sample {sample:,} contains {vectors[sample, column]} in column {column}"
         raise DataError("D005", what, key=where, suggestion="Replace or drop such samples")
     return as_tensor(vectors), False
 

@@ -111,7 +111,7 @@ class Cifar:
         )
         archive = self.root / version.archive
         if not self.download and not archive.is_file():
-            what = f"holds no {version.folder}, and data.download=false"
+            what = f"contains no {version.folder}, and data.download=false"
             raise DataError("D001", what, key="data.root", value=self.root, suggestion=hint)
         if self.root.exists() and not self.root.is_dir():
             what = "is a file, not a folder"
@@ -144,7 +144,7 @@ class Cifar:
                 with tarfile.open(archive) as tar:
                     # All are checked before the first is unpacked; the filter shortens absolute paths.
                     if any(tarfile.data_filter(each, str(self.root)).name != each.name for each in tar):
-                        raise tarfile.TarError("holds an absolute path")
+                        raise tarfile.TarError("contains an absolute path")
                     tar.extractall(self.root, filter="data")
                 return self.root / version.folder
         except (OSError, EOFError, tarfile.TarError) as error:
@@ -153,7 +153,7 @@ class Cifar:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads what the batches hold, arrays and plain values, and rejects code."""
+    """Reads what the batches contain, arrays and plain values, and rejects code."""
 
     _numpy: ClassVar = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
 

@@ -67,9 +67,9 @@ def list_tree(
     for split, folder in folders.items():
         names = tuple(_subfolders(folder, key, passed))
         if not names:
-            raise DataError("D002", "holds no class folders", key=key, value=folder)
+            raise DataError("D002", "contains no class folders", key=key, value=folder)
         if len(names) == 1:
-            what = f"holds one class only ({names[0]}), so there is nothing to classify"
+            what = f"contains one class only ({names[0]}), so there is nothing to classify"
             hint = "Give each class a folder of its own"
             raise DataError("D003", what, key=key, value=folder, suggestion=hint)
         classes = classes or names

@@ -105,9 +105,11 @@ def _adapt(
     collate: Collate | None,
     options: InputOptions,
 ) -> Splits:
-    collate, held = collate_of(dataset, collate), [name for name, _ in generators_of(dataset)]
+    collate, generators = collate_of(dataset, collate), [name for name, _ in generators_of(dataset)]
     notes = [f"batches by {collate.name}"] if collate.is_own else []
-    notes += [f"its random generators ({', '.join(held)}) are seeded by epoch and sample"] if held else []
+    notes += [f"its random generators ({', '.join(generators)}) are seeded by epoch and sample"] * bool(
+        generators
+    )
     names_given = any(_stated(dataset, name) is not None for name in ("classes", "num_classes"))
     stated = known is not None or names_given
     # Batches of the user's own are for a task of the user's own.

@@ -35,14 +35,14 @@ _GUESSES = {
 
 
 class HfDataset(ReadsAsKnown):
-    """Text or image classification from a dataset of the package `datasets`, held in memory or streamed.
+    """Text or image classification from a dataset of the package `datasets`, kept in memory or streamed.
 
     Args:
         path: name on the hub, or a folder: written by `save_to_disk`, or of data files.
         name: configuration of the dataset, if it has several.
         text, image, label: name of the column; null to find it by its usual names.
         tokenizer: for texts: `words`, `characters`, a `tokenizer.json`, or a name on the hub.
-        max_length: longest text in tokens; the rest is cut off.
+        max_length: longest text in tokens; longer texts are truncated.
         image_size: side that images are brought to; null if all have one size.
         streaming: read rows in order during training.
         classes: for a stream: names or number of the classes, unless the label column has them.
@@ -150,7 +150,9 @@ class HfDataset(ReadsAsKnown):
                 raise DataError("D005", what, key=f"data.{role}", value=wanted)
             columns[role] = wanted or next((name for name in guesses if name in train.column_names), None)
         if columns["label"] is None or (columns["text"] is None and columns["image"] is None):
-            what = f"has columns {', '.join(train.column_names)}; it is unclear which hold inputs and labels"
+            what = (
+                f"has columns {', '.join(train.column_names)}; it is unclear which contain inputs and labels"
+            )
             hint = "Set data.label, and data.text or data.image"
             raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
         return columns
@@ -181,7 +183,7 @@ class HfDataset(ReadsAsKnown):
         """A split with the bytes of its images' files."""
         kind = import_extra("datasets", "hf", "data", "hf").Image
         if not isinstance(part.features[column], kind):
-            what = f"holds {part.features[column]}, not images"
+            what = f"contains {part.features[column]}, not images"
             raise DataError("D005", what, key="data.image", value=column)
         return part.cast_column(column, kind(decode=False))
 
@@ -277,7 +279,7 @@ def _texts(column: Any, name: str, split: str) -> list[str]:
         if isinstance(text, (list, tuple)) and all(isinstance(word, str) for word in text):
             text = " ".join(text)
         if not isinstance(text, str):
-            what = f"{split} row {row:,} holds {described(text)}, not a text"
+            what = f"{split} row {row:,} contains {described(text)}, not a text"
             hint = "Leave out such rows, or name another column with data.text"
             raise DataError("D005", what, key="data.text", value=name, suggestion=hint)
         texts.append(text)

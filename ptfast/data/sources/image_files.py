@@ -101,7 +101,7 @@ class ImageFiles(ImageSource):
 
     @property
     def num_converted(self) -> int:
-        """Images that were not 8-bit RGB, of those fetched or held so far."""
+        """Images that were not 8-bit RGB, of those fetched so far."""
         # The image shown in place of an unreadable file is counted at its own index.
         return int((self._converted & ~self._corrupt).sum())
 
@@ -158,9 +158,9 @@ class ImageFiles(ImageSource):
         three times as long as one.
         """
         if self.skips:
-            held = super().to_memory(arrays)
-            self.note_unreadable(np.arange(len(self)), held.targets)
-            return held
+            memory = super().to_memory(arrays)
+            self.note_unreadable(np.arange(len(self)), memory.targets)
+            return memory
         arrays = arrays or SharedArrays()
         shape = self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
 

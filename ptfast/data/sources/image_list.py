@@ -119,7 +119,7 @@ class ImageList(ReadsAsKnown):
             image = image or next((name for name in names if name not in labels), None)
             labels = labels or [name for name in names if name != image]
         if image is None or not labels:
-            what = f"which of its columns hold the image and the label is unclear: {name_some(names, 10)}"
+            what = f"which of its columns contain the image and the label is unclear: {name_some(names, 10)}"
             hint = "Set data.image and data.label to two of them"
             raise DataError("D005", what, key="data.path", value=rows.file, suggestion=hint)
         return image, labels
@@ -147,7 +147,7 @@ class ImageList(ReadsAsKnown):
         columns = [read_targets(rows, name, key="data.label", task="regression") for name in labels]
         for name, (facts, _) in zip(labels, columns, strict=True):
             if facts["task"] != "regression":
-                what = "several columns of labels hold numbers, and this one holds names"
+                what = "several columns of labels contain numbers, and this one contains names"
                 raise DataError("D004", what, key="data.label", value=name)
         targets = {split: torch.stack([found[split] for _, found in columns], 1) for split in rows}
         ones = all(bool(((each == 0) | (each == 1)).all()) for each in targets.values())

@@ -68,7 +68,7 @@ class MaskedImages(ImageSource):
     """Images and masks, of pairs of files, that are decoded each time they are fetched."""
 
     columns = ("pairs", "_numbers")
-    cuts = False
+    crops_originals = False
 
     def __init__(self, pairs: list[Pair], image_size: int | None) -> None:
         self.pairs, self.image_size = pairs, image_size
@@ -128,7 +128,7 @@ def _pairs(folder: Path, passed: PassedOver) -> list[Pair]:
         found[part] = {str(Path(file).relative_to(folder / part).with_suffix("")): file for file in files}
     images, masks = found["images"], found["masks"]
     if not images:
-        raise DataError("D002", "holds no images", key="data.root", value=folder / "images")
+        raise DataError("D002", "contains no images", key="data.root", value=folder / "images")
     if missing := sorted(images.keys() - masks.keys()):
         what = f"{len(missing):,} of {len(images):,} images have no mask, the first is {missing[0]}"
         raise DataError("D003", what, key="data.root", value=folder / "masks")

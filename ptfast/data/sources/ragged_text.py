@@ -24,7 +24,7 @@ Numbers = NDArray[np.integer]
 
 
 class RaggedSource(MapSource):
-    """Sequences cut out of a flat array of tokens, each of `lengths` tokens (>= 1) from one of `starts` on.
+    """Slices of a flat array of tokens, each of `lengths` tokens (>= 1) from one of `starts` on.
 
     They are padded by `pad_id` to the longest of a batch, or to `max_length` by `Padding.fixed`.
     """
@@ -64,7 +64,7 @@ class RaggedSource(MapSource):
 
 
 class TextSource(RaggedSource):
-    """Texts with a label each, cut after `max_length` tokens."""
+    """Texts with a label each, truncated to `max_length` tokens."""
 
     columns = (*RaggedSource.columns, "targets")
 
@@ -76,7 +76,7 @@ class TextSource(RaggedSource):
         lengths = np.clip(texts.lengths, 1, max_length)
         super().__init__(tokens, starts, lengths, pad_id, max_length)
         self.targets = targets
-        self.num_cut = int((texts.lengths > max_length).sum())
+        self.num_long = int((texts.lengths > max_length).sum())
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         return self.gather(indices), self.targets.index_select(0, as_tensor(indices))
@@ -121,7 +121,7 @@ class Documents(RaggedSource):
         offsets = (np.arange(len(documents)) - (np.cumsum(parts) - parts)[documents]) * max_length
         lengths = np.minimum(predicted[documents] - offsets, max_length)
         super().__init__(texts.tokens, texts.starts[documents] + offsets, lengths, pad_id, max_length)
-        self.num_cut = int((parts > 1).sum())
+        self.num_long = int((parts > 1).sum())
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         return self.gather(indices), self.gather(indices, 1, IGNORE_INDEX)
@@ -131,7 +131,7 @@ Lengths = NDArray[np.int64]
 
 
 class PackedSequences(MapSource):
-    """Windows that hold several documents each: `(PackedTokens, targets)`, all of one length.
+    """Windows that contain several documents each: `(PackedTokens, targets)`, all of one length.
 
     Packed batches have almost no padding and a single shape. A document attends only to itself and its
     positions begin at 0, so its loss is that of the document alone. Each window, of `context_length` tokens,

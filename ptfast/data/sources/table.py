@@ -37,7 +37,7 @@ class Table(ReadsAsKnown):
     """
 
     name = "table"
-    cuts_itself = True
+    splits_itself = True
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Table(ReadsAsKnown):
         for each in rows.values():
             each.check("data.target", self.target)
         # The preparation must not see the rows that are held out.
-        rows |= self._cut(rows, val, seed)
+        rows |= self._split(rows, val, seed)
         notes = list[str]()
         if self.known is not None:
             preparation = Preparation.from_facts(self.known.extra["table"]["columns"])
@@ -96,7 +96,7 @@ class Table(ReadsAsKnown):
         sources = {split: TensorSource(torch.from_numpy(inputs[split]), targets[split]) for split in rows}
         return Splits.of(info, sources, "; ".join([counts, *notes]))
 
-    def _cut(self, rows: dict[str, Rows], val: Duration, seed: int) -> dict[str, Rows]:
+    def _split(self, rows: dict[str, Rows], val: Duration, seed: int) -> dict[str, Rows]:
         """The training rows, and those that are held out of them."""
         train, group = rows["train"], self.rules.group
         facts, targets = read_targets({"train": train}, self.target, task=self.task, known=self.known)
@@ -105,5 +105,5 @@ class Table(ReadsAsKnown):
         groups = None if group is None else train.columns[group]
         if "test" in rows:
             self.rules.reject("this data has a test split of its own", "test")
-        parts = self.rules.cut(len(train.numbers), None if "val" in rows else val, seed, classes, groups)
+        parts = self.rules.apply(len(train.numbers), None if "val" in rows else val, seed, classes, groups)
         return {split: train.take(places.tolist()) for split, places in parts.items()}

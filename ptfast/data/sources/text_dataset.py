@@ -50,7 +50,7 @@ class TextTsv(ReadsAsKnown):
         text, label: names of columns; several text columns are joined by a space; null to find them.
         tokenizer: `words` (at white space), `characters`, a `tokenizer.json`, or a name on the Hugging Face
             hub.
-        max_length: longest text in tokens; the rest is cut off.
+        max_length: longest text in tokens; longer ones are truncated.
         min_count: words with fewer occurrences in the training texts are unknown.
 
     Raises:
@@ -80,9 +80,9 @@ class TextTsv(ReadsAsKnown):
         labels = {split: table.labels or [] for split, table in rows.items()}
         facts, targets = describe_text_labels(labels, self.known)
         info, sources = labelled_texts(texts, targets, tokenizer, self.max_length, **facts)
-        if num_cut := sum(part.num_cut for part in sources.values()):
+        if num_long := sum(part.num_long for part in sources.values()):
             size = sum(map(len, sources.values()))
-            notes.append(f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens")
+            notes.append(f"{num_long:,} of {size:,} texts are truncated to {self.max_length} tokens")
         info.extra["columns"] = rows["train"].text_names
         group, path = self.rules.group, self._files()["train"]
         groups = read_columns(path).columns.get(group) if group is not None else None
@@ -114,7 +114,7 @@ class TextTsv(ReadsAsKnown):
         root = Path(str(self.root)).expanduser()
         if not root.is_dir():
             what = "is a file, not a folder" if root.exists() else "no such folder"
-            raise DataError("D001", what, key="data.root", value=root, suggestion="It must hold train.tsv")
+            raise DataError("D001", what, key="data.root", value=root, suggestion="It must contain train.tsv")
         files = {
             split: [root / f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
             for split, stems in _SPLITS.items()
@@ -122,7 +122,7 @@ class TextTsv(ReadsAsKnown):
         firsts = {split: next(filter(Path.is_file, paths), None) for split, paths in files.items()}
         found = self.complete({split: path for split, path in firsts.items() if path is not None})
         if "train" not in found:
-            raise DataError("D001", "holds no train.tsv or train.csv", key="data.root", value=root)
+            raise DataError("D001", "contains no train.tsv or train.csv", key="data.root", value=root)
         return found
 
 
@@ -143,7 +143,7 @@ class TextFile(ReadsAsKnown):
     """
 
     name = "text_file"
-    cuts_itself = True
+    splits_itself = True
 
     def __init__(
         self,
@@ -221,27 +221,29 @@ class TextFile(ReadsAsKnown):
             hint = "Use a shorter context_length"
             raise DataError("D006", what, key="data.path", value=self.path, suggestion=hint)
         num_val = held_out(num_windows, val)
-        cut = len(tokens) - num_val * context
-        if cut <= context:
+        end = len(tokens) - num_val * context
+        if end <= context:
             raise DataError("D006", "leaves no training text", key="data.val", value=val)
         # The token before them is the first input: targets are one token further on.
-        held = Windows(tokens[cut - 1 :], context) if num_val else None
-        return Windows(tokens[:cut], context, seed), held
+        val_windows = Windows(tokens[end - 1 :], context) if num_val else None
+        return Windows(tokens[:end], context, seed), val_windows
 
     def _documents(self, info: DataInfo, texts: Encoded, val: Duration) -> Splits:
         size = len(texts.lengths)
         first = size - held_out(size, val)
-        cut = int(texts.lengths[:first].sum())
-        parts = [Documents(Encoded(texts.tokens[:cut], texts.lengths[:first]), 0, self.max_length)]
+        end = int(texts.lengths[:first].sum())
+        parts = [Documents(Encoded(texts.tokens[:end], texts.lengths[:first]), 0, self.max_length)]
         if first < size:
-            parts.append(Documents(Encoded(texts.tokens[cut:], texts.lengths[first:]), 0, self.max_length))
+            parts.append(Documents(Encoded(texts.tokens[end:], texts.lengths[first:]), 0, self.max_length))
         for part, key in zip(parts, ("data.path", "data.val"), strict=False):
             if not len(part):
-                what = "holds no document of two tokens or more" if key == "data.path" else "holds none out"
+                what = (
+                    "contains no document of two tokens or more" if key == "data.path" else "holds none out"
+                )
                 raise DataError("D006", what, key=key, value=self.path if key == "data.path" else val)
         note = ""
-        if num_cut := sum(part.num_cut for part in parts):
-            note = f"{num_cut:,} of {size:,} documents are cut into parts of {self.max_length} tokens"
+        if num_long := sum(part.num_long for part in parts):
+            note = f"{num_long:,} of {size:,} documents are split into parts of {self.max_length} tokens"
         return Splits(info, *parts, note=note)
 
 
@@ -249,8 +251,8 @@ def split_documents(text: str, documents: str) -> list[str]:
     """The documents of a text, in order, without empty ones; each keeps the end of its last line."""
     if documents == "none":
         return [text]
-    cut = r"(?<=\n)" if documents == "lines" else r"(?<=\n)(?:[ \t\r]*\n)+"
-    return [document for document in re.split(cut, text) if document.strip()]
+    boundary = r"(?<=\n)" if documents == "lines" else r"(?<=\n)(?:[ \t\r]*\n)+"
+    return [document for document in re.split(boundary, text) if document.strip()]
 
 
 class Windows(MapSource):

@@ -73,7 +73,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
             what = f"has no label: expected text{'<TAB>' if delimiter == TAB else delimiter}label"
         if what is not None:
             raise DataError("D005", what, key=f"{path}:{number}")
-        # If no line names columns, a text may hold delimiters itself.
+        # If no line names columns, a text may contain delimiters itself.
         parts = delimiter.join(fields[:-1]) if header is None else " ".join(fields[each] for each in texts)
         table.texts.append(parts)
         if table.labels is not None and place is not None:
@@ -165,7 +165,7 @@ def _columns(
 
 
 def _unclear(path: Path, first: Sequence[str]) -> DataError:
-    what = f"which of its {len(first)} columns hold the text and the label is unclear"
+    what = f"which of its {len(first)} columns contain the text and the label is unclear"
     hint = "Begin it with a line that names them, such as title,text,label"
     if _are_names(first):
         hint = f"Set data.text (a name, or [a,b]) and data.label to names in its first line ({_shown(first)})"

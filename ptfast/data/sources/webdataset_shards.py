@@ -163,7 +163,7 @@ class ShardedImages(ImageFiles):
 
 @dataclass(frozen=True, eq=False)
 class Members(Sequence[str]):
-    """Names of images in shards, held as arrays: worker processes share them with their parent."""
+    """Names of images in shards, kept as arrays: worker processes share them with their parent."""
 
     paths: tuple[str, ...]
     """Of the shards."""
@@ -196,7 +196,7 @@ class Members(Sequence[str]):
 def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Indices:
     """A random order of shards, in which each sample moves by less than `size` (>= 1) places.
 
-    This is the effect of a shuffle buffer as a function of (seed, epoch): no samples are held back, and any
+    This is the effect of a shuffle buffer as a function of (seed, epoch): no samples wait, and any
     step is known at once. Reads stay within a few shards at a time; `shards` gives the shard of each sample.
 
     Cost: two sorts, 0.1 s for a million samples, once an epoch.
@@ -233,7 +233,7 @@ def expand(pattern: str | Sequence[str], key: str, hidden: list[str]) -> list[st
                 inside = [each for each in everything if not is_hidden(each.name)]
                 hidden += [str(each) for each in everything if is_hidden(each.name)]
             if not inside:
-                what = "holds no .tar files" if path.is_dir() else f"no such file: {each}"
+                what = "contains no .tar files" if path.is_dir() else f"no such file: {each}"
                 hint = f"Set {key}=DIR/train-{{000..146}}.tar, or to a folder of shards"
                 raise DataError("D001", what, key=key, value=text, suggestion=hint)
             found += map(str, inside)
@@ -268,7 +268,7 @@ def _number_labels(
     if all(isinstance(label, int) for label in known):
         for split, own in labels.items():
             if named := next((label for label in own if isinstance(label, str)), None):
-                what = f"holds the class {named}, and the labels of the training shards are numbers"
+                what = f"contains the class {named}, and the labels of the training shards are numbers"
                 raise DataError("D003", what, key=f"data.{split}_shards")
         return None, {split: torch.tensor(own) for split, own in labels.items()}
     facts, targets = number_names({split: [*map(str, own)] for split, own in labels.items()})

@@ -57,7 +57,7 @@ class IterableSource(BaseSource):
       a dataset of this kind that asks nevertheless.
 
     Draws from the global generators (torch, numpy, random) are seeded by pass and data worker; those that
-    the dataset holds by the pass alone, because an order of its own must be that of all of them. A method
+    the dataset has by the pass alone, because an order of its own must be that of all of them. A method
     `set_epoch` receives the number of the pass. State that the dataset itself carries from one pass to the
     next is not restored when a run resumes.
     """

@@ -89,7 +89,7 @@ def _read_shard(path: Path, stamp: NDArray[np.int64]) -> Shard:
             name = image.name.encode("utf-8", "replace")
             rows.append((name, image.offset, image.size, _label(file, key, by_suffix, path)))
     if not rows:
-        raise DataError("D002", "holds no samples", key=str(path), suggestion="Leave it out")
+        raise DataError("D002", "contains no samples", key=str(path), suggestion="Leave it out")
     names, offsets, sizes, labels = zip(*rows, strict=True)
     numbers = all(isinstance(label, int) for label in labels)
     return Shard(

@@ -84,7 +84,7 @@ class ShardStream(IterableSource):
         """(height, width, channels) that every image has to have; empty until it is known."""
 
     def contents(self) -> list[Any]:
-        # Another server may hold the same shards.
+        # Another server may have the same shards.
         names = [PurePosixPath(urlsplit(url).path).name for url in self.dataset.urls]
         return describe_part(len(names), "shards", *names)
 
@@ -92,7 +92,7 @@ class ShardStream(IterableSource):
         return self.batch([self.first[0]], MicroBatchIndices(0, np.zeros(1, np.int64), 1), Augment())[0][0]
 
     def too_wide(self) -> str | None:
-        """A warning if the samples in the shuffle buffer lie in more shards than the cache holds."""
+        """A warning if the samples in the shuffle buffer lie in more shards than fit into the cache."""
         shard, bound = self.first[0].shard, self.dataset.cache.bound
         spanned = (self.shuffle_buffer or 0) * int((shard.offsets + shard.sizes).max()) // len(shard.sizes)
         # A sample waits for as many others as the buffer has on average, and some for twice as many.

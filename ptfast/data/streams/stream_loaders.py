@@ -92,7 +92,7 @@ class StreamWorker:
             checksum = digest(batch) if worker.world_size > 1 and step == first_step else 0
             if not batch or (len(batch) < end - first and not self.once):
                 break
-            micro_batches = self.sharding.cut(0, np.arange(len(batch)))
+            micro_batches = self.sharding.micro_batches_of(0, np.arange(len(batch)))
             for number, micro_batch in enumerate(micro_batches, step * per_rank):
                 if number % worker.num_workers == worker.worker:
                     taken = [batch[place] for place in micro_batch.indices]

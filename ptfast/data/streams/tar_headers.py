@@ -26,7 +26,7 @@ def members(path: Path) -> Iterator[Member]:
     """The files of a tar, in their order.
 
     Raises:
-        DataError: D005 for a file that is no tar, is compressed, or was cut off.
+        DataError: D005 for a file that is no tar, is compressed, or is truncated.
     """
     size, what = path.stat().st_size, "is not a tar file, despite its name"
     try:

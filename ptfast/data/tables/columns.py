@@ -33,7 +33,7 @@ def check_file(path: Path, key: str) -> None:
 
 
 def read_text(path: Path, key: str = "data.path") -> str:
-    """The text of a UTF-8 file that holds some; lines that end in a mere carriage return get newlines.
+    """The text of a UTF-8 file that contains some; lines that end in a mere carriage return get newlines.
 
     Raises:
         DataError: D001 if there is no such file, D002 if it is empty, D005 if it is not UTF-8.
@@ -57,7 +57,7 @@ def read_text(path: Path, key: str = "data.path") -> str:
     if "\n" not in text:
         text = text.replace("\r", "\n")
     if not text.strip():
-        raise DataError("D002", "holds no text", key=key, value=path)
+        raise DataError("D002", "contains no text", key=key, value=path)
     return text
 
 
@@ -72,7 +72,7 @@ def read_records(path: Path, key: str = "data.path") -> tuple[list[str], list[tu
     is_parquet = path.suffix.lower() in PARQUET
     names, records = _parquet(path, key) if is_parquet else _json_lines(path, key)
     if not records:
-        raise DataError("D002", "holds no records", key=key, value=path)
+        raise DataError("D002", "contains no records", key=key, value=path)
     return names, records
 
 
@@ -201,7 +201,7 @@ def read_columns(path: Path, key: str = "data.path") -> Rows:
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError("D005", f"names the column {twice or '(empty)'} twice", key=key, value=path)
     if not rows:
-        raise DataError("D002", "holds no rows", key=key, value=path)
+        raise DataError("D002", "contains no rows", key=key, value=path)
     columns = {name: [values[place] for _, values in rows] for place, name in enumerate(names)}
     return Rows(columns, [number for number, _ in rows], str(path), delimiter)
 

@@ -182,7 +182,7 @@ def _number_column(name: str, values: Sequence[Any]) -> Column | None:
     meanings = ("thousands", "decimal") if with_comma else ()
     found = {comma: numbers for comma in meanings if (numbers := _numbers(present, comma)) is not None}
     if len(found) > 1:
-        what = f"column {name} holds numbers such as {with_comma[0]}, whose comma may mean two things"
+        what = f"column {name} contains numbers such as {with_comma[0]}, whose comma may mean two things"
         hint = "Write them without a thousands separator and with a decimal point"
         raise DataError("D005", what, key="data.path", suggestion=hint)
     for comma, numbers in found.items():

@@ -37,7 +37,7 @@ class Augment(transforms.AugmentSection):
     fill: tuple[float, ...] = ()
     """The color of what is hidden, by channel; black if not given."""
     mask_fill: int | None = None
-    """The label of pixels from outside an image or cut out of it; None if targets do not change."""
+    """The label of pixels from outside an image or hidden in it; None if targets do not change."""
 
     def __bool__(self) -> bool:
         return self.moves or bool(self.changes)
@@ -205,7 +205,7 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
         what = "targets that may be coordinates, such as boxes or points, do not move with the pixels"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
     if info.target_kind == "map" and augment.hides:
-        what = "pixels outside an image, or cut out of it, have no targets to learn"
+        what = "pixels outside an image, or hidden in it, have no targets to learn"
         hint = "Use augment.crop_padding=0 augment.flip=true, say, or augment=resized_crop"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
     if info.target_kind in ("mask", "map"):

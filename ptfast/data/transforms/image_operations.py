@@ -91,7 +91,7 @@ def recolor(images: Tensor, factors: Tensor) -> Tensor:
     Cost: some 15 us for an image of 32x32 on one core.
     """
     size, height, width, channels = images.shape
-    # One plane for each channel: a factor then holds for long runs of memory.
+    # One plane for each channel: a factor then applies to long runs of memory.
     planes = images.permute(3, 0, 1, 2).to(torch.int32, memory_format=torch.contiguous_format)
     gray = torch.full_like(planes[0], _HALF)
     for plane, weight in zip(planes, gray_weights(channels), strict=True):

@@ -118,7 +118,7 @@ def _sums(inputs: Tensor) -> tuple[int, Any, Any]:
     rows = inputs.reshape(len(inputs), -1)
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     squares = total.clone()
-    # 256 squares of bytes add up to less than 2**24: float32 holds them exactly, at a fraction of float64's
+    # 256 squares of bytes add up to less than 2**24: float32 has them exactly, at a fraction of float64's
     # traffic.
     dtype = torch.float32 if inputs.dtype == torch.uint8 else torch.float64
     for chunk in rows.split(min(256, max(1, 2**22 // rows.shape[1]))):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.data.label_checks import holds
+from ptfast.data.label_checks import can_hold
 from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, MicroBatchIndices
@@ -154,7 +154,7 @@ class RowWindows:
         padded_height, padded_width = padded.shape[1:3]
         self._pixel_bytes, self._row_bytes = channels, padded_width * channels
         self._slot_bytes = padded_height * self._row_bytes
-        # Without padding to the sides the rows of a crop follow one another: one run holds them all.
+        # Without padding to the sides the rows of a crop follow one another: one run contains them all.
         rows_per_run = height if width == padded_width else 1
         run_bytes = rows_per_run * width * channels
         self._run_offsets = np.arange(0, height, rows_per_run) * self._row_bytes
@@ -189,12 +189,12 @@ def padded_bytes(augment: Augment, source: TensorSource) -> int:
 
 
 def planes(augment: Augment, targets: Tensor) -> Tensor:
-    """Masks as (samples, height, width), of a type that holds `augment.mask_fill` where that is needed."""
+    """Masks as (samples, height, width), of a type that can hold `augment.mask_fill` where that is needed."""
     assert augment.mask_fill is not None
     masks = targets.reshape(len(targets), *targets.shape[-2:])
-    if not augment.hides or holds(masks.dtype, augment.mask_fill):
+    if not augment.hides or can_hold(masks.dtype, augment.mask_fill):
         return masks
-    return masks.to(torch.int16 if holds(torch.int16, augment.mask_fill) else torch.int64)
+    return masks.to(torch.int16 if can_hold(torch.int16, augment.mask_fill) else torch.int64)
 
 
 def cut_masks(

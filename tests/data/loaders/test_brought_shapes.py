@@ -272,7 +272,7 @@ LIKE_PAIRS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "the output is a Tensor of float32 (8, 3)",
     ),
 }
-"""The dataset, the model, and what is said. All hold the samples of `pairs`."""
+"""The dataset, the model, and what is said. All contain the samples of `pairs`."""
 
 TRAINS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "stream of arrays": (
@@ -348,7 +348,7 @@ REJECTED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "objects in a row": (
         lambda: Made(lambda i: (np.array([1.5, "x"], object), label(i))),
         "Net",
-        "the input of sample 0 holds something other than numbers",
+        "the input of sample 0 contains something other than numbers",
     ),
     "a text among numbers": (
         lambda: Made(lambda i: (POINTS[i], "a" if i == 3 else label(i))),

@@ -44,7 +44,7 @@ def test_it_gives_the_batches_of_the_others(color: Data, augment: dict[str, Any]
 
 
 def close(one: Iterator[StepBatch], other: Iterator[StepBatch]) -> int:
-    """Assert that two streams hold the same pixels, to rounding, in the same layout; return their length."""
+    """Assert that two streams have the same pixels, to rounding, in the same layout; return their length."""
     count = 0
     for a, b in zip(one, other, strict=True):
         assert a.num_samples == b.num_samples

@@ -285,7 +285,7 @@ def test_a_changed_source_is_seen(tree: Path, tmp_path: Path, monkeypatch: pytes
     assert "train/cat (5 files, now 6)" in message
     assert f"data.root={tree}" in message
     added.unlink()
-    load(folder)  # the folder was written to, and holds what it held
+    load(folder)  # the folder was written to, and contains what it held
     os.utime(added.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
     path = tree / "test" / "dog" / "1.jpg"
     write(path, 98)

@@ -176,8 +176,8 @@ def test_the_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("content", "words", "code", "says"),
     [
-        (b"", "", "D002", "holds no text"),
-        (b" \n\n ", "", "D002", "holds no text"),
+        (b"", "", "D002", "contains no text"),
+        (b" \n\n ", "", "D002", "contains no text"),
         (b"text \xff\xfe", "", "D005", "byte 5"),
         (b"text", "--size 8", "C011", "for images"),
         (b"text", "--documents books", "C005", "lines or paragraphs"),

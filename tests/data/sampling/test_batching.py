@@ -69,7 +69,7 @@ def test_texts_are_padded_to_the_longest_to_a_multiple_or_to_the_limit() -> None
         assert labels.tolist() == [1, 0, 2]
     assert [*shape.values()] == [(3, 10), (3, 16), (3, 20)]
     assert source.fetch(np.array([3]))[0].tolist() == [[301 + i for i in range(20)]]
-    assert source.num_cut == 1
+    assert source.num_long == 1
 
 
 def test_padding_reaches_a_part_of_a_source() -> None:
@@ -108,7 +108,7 @@ def test_padding_changes_no_output(words: tuple[str, ...], tmp_path: Path) -> No
 def test_a_document_is_predicted_from_its_own_beginning() -> None:
     source = Documents(texts_of(np.array([4, 1, 8])), 0, 3)
     assert len(source) == 4
-    assert source.num_cut == 1
+    assert source.num_long == 1
     inputs, targets = source.fetch(np.array([0, 1, 2, 3]))
     assert inputs.tolist() == [[1, 2, 3], [201, 202, 203], [204, 205, 206], [207, 0, 0]]
     assert targets.tolist() == [[2, 3, 4], [202, 203, 204], [205, 206, 207], [208, -100, -100]]
@@ -275,7 +275,7 @@ def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b c d e\t0\na b\t1\na\t0\nb\t1\n")
     words = ("data=text_tsv", f"data.path={tmp_path / 'text'}", "data.max_length=3", "data.val=1samples")
     run = build_run(tmp_path / "run", *words, "model=text_encoder", "batch_size=2")
-    assert run.data_note.endswith("; 1 of 4 texts are cut after 3 tokens")
+    assert run.data_note.endswith("; 1 of 4 texts are truncated to 3 tokens")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_runs_that_say_nothing_of_the_split_keep_the_random_one():
 
 @pytest.mark.parametrize("rules", [{"folds": 5}, {"test": Duration(10, "percent")}, {"overfit": 8}])
 def test_streams_and_running_text_cannot_be_cut(rules: dict[str, object], tmp_path: Path):
-    with pytest.raises(ConfigError, match="iterable data cannot be cut"):
+    with pytest.raises(ConfigError, match="iterable data cannot be divided"):
         cut(Stream(), 0, **rules)
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 40)
     if "overfit" not in rules:

@@ -1,4 +1,4 @@
-"""Generators that a dataset holds draw the same for a sample in any process, which tells it the epoch."""
+"""Generators that a dataset contains draw the same for a sample in any process, which tells it the epoch."""
 
 from __future__ import annotations
 

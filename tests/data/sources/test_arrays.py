@@ -98,13 +98,13 @@ def test_the_task_decides_the_type_of_the_labels(tmp_path: Path):
         ),
         ({"x": VECTORS, "y": CLASSES[:7]}, "D005", "20 inputs but 7 targets"),
         ({"x": VECTORS[:0], "y": CLASSES[:0]}, "D002", "no samples"),
-        ({"z": VECTORS}, "D005", "has no train_x and train_y, nor x and y; it holds z"),
+        ({"z": VECTORS}, "D005", "has no train_x and train_y, nor x and y; it contains z"),
         (
             {"x": np.where(VECTORS > 8, np.nan, VECTORS * 3), "y": VECTORS[:, 0] * np.inf},
             "D004",
             "not finite",
         ),
-        ({"x": np.full((20, 5), np.nan), "y": CLASSES}, "D005", "sample 0 holds nan in column 0"),
+        ({"x": np.full((20, 5), np.nan), "y": CLASSES}, "D005", "sample 0 contains nan in column 0"),
         ({"x": np.array(["a"] * 20), "y": CLASSES}, "D005", "<U1 cannot be an input"),
     ],
 )

@@ -103,7 +103,7 @@ def test_images_of_16_bits_keep_their_upper_8(tmp_path: Path):
         (None, r"row 1 of train: is empty \(0 bytes\)"),
         (
             Image.fromarray(np.full((4, 4), 70_000, np.int32)),
-            "row 1 of train: holds integers from 70000 to 70000",
+            "row 1 of train: contains integers from 70000 to 70000",
         ),
     ],
 )
@@ -190,10 +190,10 @@ REJECTED: dict[str, tuple[dict[str, list[Any]], str]] = {
     "a label beyond all others": ({"label": [0, 10**9, 1] * 10}, "D004 .*go up to 1,000,000,000"),
     "captions": ({"label": [f"a dog {row}" for row in range(30)]}, "D004 .*30 of 30 training labels differ"),
     "one class": ({"label": ["a"] * 30}, "D003 .*every training label is a"),
-    "a missing text": ({"text": [*TEXTS[1:], None]}, "D005 data.text=text: train row 29 holds None"),
-    "nested texts": ({"text": [{"t": "a"}] * 30}, "D005 .*train row 0 holds a dict"),
-    "lists of lists": ({"text": [[["a"]]] * 30}, "D005 .*train row 0 holds a list"),
-    "numbers for texts": ({"text": NUMBERS}, "D005 .*train row 0 holds the int 0"),
+    "a missing text": ({"text": [*TEXTS[1:], None]}, "D005 data.text=text: train row 29 contains None"),
+    "nested texts": ({"text": [{"t": "a"}] * 30}, "D005 .*train row 0 contains a dict"),
+    "lists of lists": ({"text": [[["a"]]] * 30}, "D005 .*train row 0 contains a list"),
+    "numbers for texts": ({"text": NUMBERS}, "D005 .*train row 0 contains the int 0"),
     "no rows": ({"text": [], "label": []}, "D002 .*its train split has no rows"),
 }
 
@@ -250,7 +250,7 @@ def test_what_does_not_fit(hub: dict[str, Any]):
     with pytest.raises(DataError, match="has no train split"):
         load()
     hub["train"] = Table(None, words=["a"], label=[0])
-    with pytest.raises(DataError, match="it is unclear which hold inputs and labels"):
+    with pytest.raises(DataError, match="it is unclear which contain inputs and labels"):
         load()
     with pytest.raises(DataError, match=r"data\.text=txt: no such column; there are words, label"):
         load(text="txt")

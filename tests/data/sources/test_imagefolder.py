@@ -230,7 +230,7 @@ def test_trees_that_are_none(tree: Path, tmp_path_factory: Any):
     write(place / "one" / "0.png", pixels(0))
     assert code(place) == (
         "D003",
-        f"data.root={place}: holds one class only (one), so there is nothing to classify. "
+        f"data.root={place}: contains one class only (one), so there is nothing to classify. "
         "Give each class a folder of its own.",
     )
     (place / "two").mkdir()

@@ -108,7 +108,7 @@ def remove_the_images(folder: Path) -> None:
         (comment_a_mask, "D005", "b.png: is damaged or truncated: Decompressed data too large"),
         (enlarge_a_pair, "D005", "data.image_size=8"),
         (rename_the_masks, "D001", "has no folder masks/"),
-        (remove_the_images, "D002", "holds no images"),
+        (remove_the_images, "D002", "contains no images"),
     ],
 )
 def test_what_does_not_belong_together(

@@ -139,7 +139,7 @@ def test_a_comma_in_numbers_is_read_where_only_one_meaning_fits(
         ("x,y", ["1,2.5", "3,"], "y", "D004", "has no y"),
         ("x;y", ["1,234;2.5", "3,456;1.5"], "y", "D005", "may mean two things"),
         ("x,x,y", ["1,2,3", "1,2,4.5"], "y", "D005", "names the column x twice"),
-        ("x,y", [], "y", "D002", "holds no rows"),
+        ("x,y", [], "y", "D002", "contains no rows"),
         ("x,y", ["a,b", "b,b"], "y", "D003", "every training label is b"),
         ("x,y", ["1,2.5", "1,3.5"], "y", "D005", "no column other than y"),
         ("x,z,y", ["1,2,2.5", "1,3.5"], "y", "D005", "has 2 of the 3 columns"),

@@ -59,7 +59,7 @@ def test_characters_are_tokens_too(folder: Path):
         ("no label here\n", "x\t0\n", r"train\.tsv:1: has no label"),
         ("x\t1\ny\t1\n", "x\t1\n", "every training label is 1"),
         ("x\t1\ny\t0\n", "x\t2\n", "label 2 does not occur in training"),
-        ("  \n", "x\t0\n", "holds no text"),
+        ("  \n", "x\t0\n", "contains no text"),
     ],
 )
 def test_files_that_do_not_fit(folder: Path, train: str, dev: str, line: str):

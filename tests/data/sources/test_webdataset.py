@@ -111,7 +111,7 @@ def test_held_out_classes_that_training_has_not_are_named() -> None:
     shard(Path("numbers.tar"), [*sample(0), *sample(1)])
     shard(Path("names.tar"), [*sample(2, b"cat", "txt"), *sample(3, b"cow", "txt")])
     shard(Path("others.tar"), sample(2, b"dog", "txt"))
-    with pytest.raises(DataError, match=r"data.val_shards: holds the class cat") as caught:
+    with pytest.raises(DataError, match=r"data.val_shards: contains the class cat") as caught:
         load("numbers.tar", val_shards="names.tar")
     assert caught.value.code == "D003"
     with pytest.raises(DataError, match="label dog does not occur in training") as caught:
@@ -244,7 +244,7 @@ def test_an_order_nearby_has_every_sample_once_and_stays_nearby() -> None:
     orders = [nearby(0, epoch, of, 30) for epoch in (0, 1)]
     for order in orders:
         assert sorted(order) == list(range(1000))
-        # Shards follow one another: a window holds samples of two or three.
+        # Shards follow one another: a window contains samples of two or three.
         assert max(len(set(of[order[i : i + 50]])) for i in range(0, 1000, 50)) <= 3
         firsts = [of[order[i]] for i in range(25, 1000, 50)]
         assert len(set(firsts)) >= 18

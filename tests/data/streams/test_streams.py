@@ -109,7 +109,7 @@ def test_under_drop_all_ranks_end_a_pass_together_before_the_first_short_step() 
     first, second = over_ranks(4, drop_last=True, micro_batches=2)
     sizes = [[len(values(batch)) for batch in rank] for rank in (first, second)]
     assert sizes == [[3] * 4] * 2
-    # The second rank's three shards hold six samples.
+    # The second rank's three shards contain six samples.
     numbers = [sorted(values(a) + values(b)) for a, b in zip(first, second, strict=True)]
     assert numbers[:2] == numbers[2:]
     assert len({*numbers[0], *numbers[1]}) == 12
