@@ -19,9 +19,9 @@ from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_
 from ptfast.data.label_checks import (
     LabelCheck,
     as_classes,
+    can_hold,
     check_labels,
     count_classes,
-    can_hold,
     is_ignored,
     not_finite,
     odd_classes,

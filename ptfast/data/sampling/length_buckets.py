@@ -21,8 +21,8 @@ class LengthPlan(BatchPlan):
     """Batches of samples of like length, in a random order; every sample once in an epoch.
 
     Random batches are mostly padding. Here samples are ordered by the class of their length, at random within
-    a class, and split into batches, which steps take in random order. Classes are 3 to 6 % of a length wide, or
-    `padding.multiple` tokens, so batches are mixed anew in every epoch. Everything is a function of (lengths,
+    a class, and split into batches, which steps take in random order. Classes are 3 to 6 % of a length, or
+    `padding.multiple` tokens wide, so batches are mixed anew in every epoch. Everything is a function of (lengths,
     seed, epoch); all epochs have the same number of steps.
 
     Args:

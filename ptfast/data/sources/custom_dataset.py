@@ -276,7 +276,7 @@ def _opaque_info(
         return DataInfo(kind="other", task=task, num_classes=num_classes, class_names=names)
     wanted = "batches of (inputs, targets)" if collate.is_own else "samples of (input, target)"
     found = f"{collate.name} gives" if collate.is_own else "this data has batches of"
-    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    parts = batch if isinstance(batch, (tuple, list)) and not collate.is_own else [batch]
     what = f"takes {wanted}, and {found} {' and '.join(map(described, parts))}"
     hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
     raise DataError("D004", what, key="task", value=task, suggestion=hint)
