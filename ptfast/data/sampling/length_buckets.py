@@ -22,8 +22,8 @@ class LengthPlan(BatchPlan):
 
     Random batches are mostly padding. Here samples are ordered by the class of their length, at random within
     a class, and split into batches, which steps take in random order. Classes are 3 to 6 % of a length, or
-    `padding.multiple` tokens wide, so batches are mixed anew in every epoch. Everything is a function of (lengths,
-    seed, epoch); all epochs have the same number of steps.
+    `padding.multiple` tokens wide, so batches are mixed anew in every epoch, as a function of (lengths, seed,
+    epoch); all epochs have the same number of steps.
 
     Args:
         lengths, limit: tokens of each sample, and of the longest that the data allows.

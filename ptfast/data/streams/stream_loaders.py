@@ -142,11 +142,7 @@ def digest(samples: Iterable[Any]) -> int:
 
 
 def check_same(digests: Sequence[int], name: str) -> None:
-    """Check that a dataset which all ranks read as one stream is the same on each: samples would be lost.
-
-    Raises:
-        DataError: D008 if it differs.
-    """
+    """Raise DataError D008 if a stream that all ranks read differs between them: samples would be lost."""
     if len(set(digests)) <= 1:
         return
     what = f"{name} yields different samples on each rank, and does not say why"
@@ -155,11 +151,7 @@ def check_same(digests: Sequence[int], name: str) -> None:
 
 
 def check_parted(digests: Sequence[int], name: str) -> None:
-    """Check that a dataset which shares itself out over data workers gives each something else.
-
-    Raises:
-        DataError: D008 if all have read the same.
-    """
+    """Raise DataError D008 if a dataset that shares itself out gives all data workers the same."""
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
     what = (
@@ -382,9 +374,7 @@ class PartBatches(StreamBatches):
             yield mine, num_samples
 
     def _ask(self, items: Iterator[Item]) -> tuple[list[Item], Callable[[], list[int]]]:
-        """The next micro-batches, and a function that waits for the sums over all ranks: of samples, and of
-        ranks that lack some.
-        """
+        """The next micro-batches, and a function that waits for sums: of samples, of short ranks."""
         mine = list(islice(items, self._per_rank))
         num_samples = sum(item.num_samples for item in mine)
         return mine, self._sums([num_samples, num_samples < self._per_rank * self._workers[0].size])

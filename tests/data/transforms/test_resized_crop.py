@@ -161,7 +161,7 @@ def test_edges_of_many_boxes_are_those_of_each() -> None:
 
 def test_boxes_are_not_cut_on_the_device(jpegs: Path):
     wanted: dict[str, Any] = {"val": Duration(0, "percent"), "seed": 0, "task": "auto"}
-    with pytest.raises(ConfigError, match=r"dataloader\.kind=device: augment\.resized_crop cuts") as caught:
+    with pytest.raises(ConfigError, match=r"dataloader\.kind=device: augment\.resized_crop crops") as caught:
         build_data(
             ImageFolder(str(jpegs), SIDE),
             choose=partial(choose, kind="device", crops=True),
