@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from ptfast.core import machine
 from ptfast.core.devices import check_compiler, cpu_facts, multiplies_bf16
-from ptfast.core.distributed import STARTERS, WORLD
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import num_bytes
 from ptfast.report.terminal.display import build_display, say, terminal_display
@@ -203,15 +202,4 @@ def _network() -> Iterator[Finding]:
     )
 
 
-def _launcher() -> Iterator[Finding]:
-    names = [*WORLD, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", *STARTERS, *STARTERS.values()]
-    names += ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE"]
-    found = [f"{name}={os.environ[name]}" for name in dict.fromkeys(names) if name in os.environ]
-    missing = [name for name in WORLD if name not in os.environ]
-    remedy = ""
-    if "WORLD_SIZE" in os.environ and missing:
-        remedy = f"WORLD_SIZE is set but {', '.join(missing)} not: start ranks by torchrun, or unset it"
-    yield Finding("launcher", " ".join(found) or "none: ptfast starts ranks itself", remedy)
-
-
-CHECKS = (_software, _gpus, _cpu, _memory, _compilers, _disks, _network, _launcher)
+CHECKS = (_software, _gpus, _cpu, _memory, _compilers, _disks, _network)

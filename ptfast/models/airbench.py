@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.sections.section import Count, Share
+from ptfast.core.sections.section import Count, OpenFraction
 
 
 class Airbench(nn.Module):
@@ -40,7 +40,7 @@ class Airbench(nn.Module):
         widths: Sequence[int] = (64, 256, 256),
         convolutions: Literal[2, 3] = 2,
         whitening: Literal[2, 3] = 2,
-        norm_momentum: Share = 0.4,
+        norm_momentum: OpenFraction = 0.4,
         logit_scale: float = 1 / 9,
     ) -> None:
         super().__init__()

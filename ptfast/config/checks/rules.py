@@ -10,7 +10,7 @@ from ptfast.config.families import FAMILIES
 from ptfast.config.schema import Config, RunOptions
 from ptfast.core import devices
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, shown
-from ptfast.core.sections.section import Place, Rule, Section, Unused, call_with
+from ptfast.core.sections.section import PlaceOf, Rule, Section, Unused, call_with
 from ptfast.data.transforms import AugmentSection
 
 _MAX_NAME_CHARS = 100
@@ -18,7 +18,7 @@ _NAME = re.compile(r"\w[\w.+=@,\- ]*")
 _PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]]:
+def across_keys(config: Config, place: PlaceOf) -> tuple[Config, list[PtfastError]]:
     """The config with one length, and what contradicts itself, or else what this machine cannot run."""
     found: list[PtfastError] = []
     if config.epochs is None and config.steps is None:
@@ -62,7 +62,7 @@ UNUSED_OF_RUN = (
 )
 
 
-def unused_keys(config: Config, place: Place) -> Iterator[str]:
+def unused_keys(config: Config, place: PlaceOf) -> Iterator[str]:
     """Warn of typed keys that have no effect, which is no error: a sweep may be over their switch."""
     facts = dict(config)
     for unused in (*(each for family in FAMILIES for each in family.unused), *UNUSED_OF_RUN):
@@ -77,7 +77,7 @@ def unused_keys(config: Config, place: Place) -> Iterator[str]:
                 yield f"{key}={shown(value)} ({COMMAND_LINE}): means nothing {otherwise}. Use {unused.remedy}"
 
 
-def losing_length(place: Place) -> str | None:
+def losing_length(place: PlaceOf) -> str | None:
     """Which of epochs and steps gives way where both are set; None where they contradict."""
     epochs_file, steps_file = (place(key).rpartition(":")[0] or place(key) for key in ("epochs", "steps"))
     if epochs_file == steps_file:

@@ -19,7 +19,7 @@ from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
 from ptfast.core.errors import ConfigError, Meant, PtfastError, did_you_mean, not_set, together
-from ptfast.core.sections.section import GATHERED, Place, Section
+from ptfast.core.sections.section import GATHERED, PlaceOf, Section
 from ptfast.core.sections.spelling import nearest
 from ptfast.core.sections.targets import Target, keywords, locate, parse_target, parse_value
 from ptfast.data import SPLIT_KEYS, DataSection
@@ -29,7 +29,7 @@ TASKS = ("auto", *protocols.TASKS)
 
 
 def validate(
-    tree: dict[str, Any], place: Place, *, trusted: bool = True, extra_trust: Iterable[str] = ()
+    tree: dict[str, Any], place: PlaceOf, *, trusted: bool = True, extra_trust: Iterable[str] = ()
 ) -> Config:
     """A composed config with every value in its type, and one of `epochs` and `steps` None.
 

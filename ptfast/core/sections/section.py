@@ -24,7 +24,7 @@ Fraction = Annotated[float, FRACTION]
 """At least 0, below 1: a dropout or a momentum."""
 UpToOne = Annotated[float, Range(0, 1, open_low=True)]
 """Above 0, at most 1."""
-Share = Annotated[float, Range(0, 1, open_low=True, open_high=True)]
+OpenFraction = Annotated[float, Range(0, 1, open_low=True, open_high=True)]
 """Above 0, below 1."""
 Every = Annotated[Duration, InUnit("epochs"), POSITIVE]
 EveryOrTime = Annotated[
@@ -69,7 +69,7 @@ class TargetSection(Section):
 
 
 Rule = Callable[..., "PtfastError | Iterable[PtfastError] | None"]
-Place = Callable[[str], str]
+PlaceOf = Callable[[str], str]
 
 
 class Unused(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.section import Count, Family, Section, Share, Unused
+from ptfast.core.sections.section import Count, Family, OpenFraction, Section, Unused
 from ptfast.techniques.compile import Compile
 
 
@@ -19,7 +19,7 @@ class Checkpointing(Section):
     """One or more patterns of module names, such as `layers.*`; `auto` for the repeated blocks."""
     every: Count | None = None
     """For `every_n`: 2 takes every second block."""
-    memory_budget: Share | None = None
+    memory_budget: OpenFraction | None = None
     """For `budget`: fraction to keep of the memory that a compiled model keeps."""
 
 

@@ -7,13 +7,13 @@ from typing import Annotated
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import InUnit
-from ptfast.core.sections.section import Every, Family, Section, Share, Unused
+from ptfast.core.sections.section import Every, Family, OpenFraction, Section, Unused
 
 
 class Ema(Section):
     """The average of the weights that replaces the weights in evaluation."""
 
-    decay: Share | None = None
+    decay: OpenFraction | None = None
     """Fraction of a moving average that each step keeps, such as 0.999; null for no moving average."""
     warmup: bool = False
     """Keep less in the first steps: 1 - step ** (-2/3), up to `decay`, as timm does; for short runs."""
