@@ -177,7 +177,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
                 finding.technique.kind,
                 f"{effect.ratio:.2f}x",
                 "{:.2f}-{:.2f}".format(*effect.interval()),
-                finding.verdict_text,
+                finding.verdict + " per step" * finding.is_faster_per_step,
                 "on top" if finding.is_apart else f"{math.exp(finding.expected):.2f}x",
                 "-" if memory is None else f"{'-' if memory < 0 else '+'}{num_bytes(abs(memory))}",
                 "-" if drift is None else f"{drift:+.1%}",
@@ -200,7 +200,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
             say("some switches interact, which widens the intervals: try --only")
     if any(finding.is_apart for finding, _ in ablation.measured):
         say("on top: measured with the selected config, not in the plan")
-    if any(finding.verdict_text.endswith("per step") for finding, _ in ablation.measured):
+    if any(finding.is_faster_per_step for finding, _ in ablation.measured):
         say("faster per step: use ptfast race to check that the same loss is reached sooner")
     reasons: dict[str, list[str]] = {}
     failed = {finding.technique.name: finding.why for finding in ablation.findings if finding.why}

@@ -118,7 +118,6 @@ class Ablation:
                 found = self.laboratory.try_configs([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
-                finding.is_given = self._is_given(finding.technique)
         groups: dict[str, list[Worth]] = {}
         for finding in waiting:
             if not finding.why:
@@ -294,7 +293,7 @@ class Ablation:
             return 0.0 if finding is None else finding.expected
 
         allowed = [each for each in members if self._is_allowed(each.technique)]
-        given = next((each for each in allowed if each.is_given), None)
+        given = next((each for each in allowed if self._is_given(each.technique)), None)
         best, gain = max([None, *allowed], key=expected), GAIN
         if given is not None and given.effect is not None:
             gain = math.log(given.effect.interval()[1] / given.effect.ratio)

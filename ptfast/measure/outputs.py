@@ -79,9 +79,9 @@ def run_ptfast(
     """Run a command in a separate process, with its output in a file; its children end with it.
 
     Returns:
-        The exit code, None if it was killed after `limit_s`; and the line with the reason it failed.
+        The exit code, None if it was killed after `limit_s`; and its last line, which says why it failed.
     """
-    # People read the lines of its log, and so does ptfast.
+    # People read its log.
     unset = (STARTED_VARIABLE, json_lines.VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     command, code = [sys.executable, "-m", module, *words], None
@@ -95,6 +95,5 @@ def run_ptfast(
         finally:
             process.kill()
             process.wait()
-    lines = log.read_text(errors="replace").splitlines()
-    said = [each for each in lines if each.startswith("ptfast: ") and not each.startswith("ptfast: warning")]
-    return code, said[-1] if said else f"ptfast: exit code {code}; see {log}"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return code, lines[-1] if lines else f"ptfast: exit code {code}; see {log}"

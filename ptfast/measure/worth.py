@@ -34,16 +34,13 @@ class Worth:
     """Change of the peak memory."""
     loss_drift: float | None = None
     """Relative change of the mean loss over the first steps."""
-    is_given: bool = False
-    """Whether the config as given has it on."""
     is_apart: bool = False
     """Measured on top of the selected config, not in the plan."""
 
     @property
-    def verdict_text(self) -> str:
-        """The verdict in words; a technique that changes the result can only be faster per step."""
-        per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
-        return f"{self.verdict} per step" if per_step else self.verdict
+    def is_faster_per_step(self) -> bool:
+        """Whether steps are faster, but the same loss may need more of them."""
+        return self.verdict == "faster" and self.technique.kind in PER_STEP
 
     @property
     def is_outside(self) -> bool:

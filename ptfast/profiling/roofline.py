@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,6 @@ class Peaks:
     """Bytes per second read and written, for tensors larger than the cache."""
     op_s: float
     """Seconds per small operator, among many."""
-    seconds: float = field(default=0.0, compare=False)
-    """Seconds spent on measuring; 0 for peaks from the cache."""
 
 
 def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | None:
@@ -71,7 +69,6 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
 
     Cost: about a second, once per device, number of threads and version of torch.
     """
-    start = time.perf_counter()
     rates = {name: _products_per_s(name, device) for name in dict.fromkeys(formats)}
     before = known_peaks(device) or Peaks({}, 0.0, float("inf"))
     names = sorted(rates.keys() | before.flops_per_s.keys())
@@ -89,13 +86,12 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
         bytes_per_s=max(2 * copied_per_s, before.bytes_per_s),
         op_s=min(_quickest(device, add) / calls, before.op_s),
     )
-    found = {name: value for name, value in asdict(peaks).items() if name != "seconds"}
     of = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     # If the file cannot be written, the next run measures again.
     with contextlib.suppress(OSError, MachineError):
         (path := _path(device)).parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"of": of, **found})
-    return Peaks(**found, seconds=time.perf_counter() - start)
+        write_json(path, {"of": of, **asdict(peaks)})
+    return peaks
 
 
 def device_name(device: torch.device) -> str:
@@ -269,7 +265,6 @@ def roofline_of(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
     run.clock.to("measuring")
     try:
         work = count_work(run, counted)
-        cost: dict[str, Any] = {"counting_s": seconds["measuring"]}
         peaks = known_peaks(run.device, work.flops)
         pays = may_measure and train_s >= PAYS_AFTER * COST_S
         if peaks is not None and pays and weigh(work, peaks, seconds, steps)["mfu"] > 1:
@@ -282,14 +277,12 @@ def roofline_of(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
             except (MemoryError, RuntimeError) as error:
                 if not is_memory_error(error):
                     raise
-            cost["measuring_s"] = peaks.seconds if peaks is not None else 0.0
         if peaks is not None:
-            cost["padding_share"] = run.choices.get("padding_share")
-            return weigh(work, peaks, seconds, steps) | cost
+            return weigh(work, peaks, seconds, steps)
         step_s, total = train_s / steps, sum(work.flops.values())
         enough = f"{PAYS_AFTER * COST_S:.0f} s"
         why = f"this machine's peak is not measured yet; a run of {enough} or more measures it"
         line = f"{flop(total / step_s)}/s; {why}"
-        return {"step_s": step_s, "flops_per_step": total, "flops_per_s": total / step_s, "line": line} | cost
+        return {"step_s": step_s, "flops_per_step": total, "flops_per_s": total / step_s, "line": line}
     finally:
         run.clock.to("closing")

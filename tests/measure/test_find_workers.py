@@ -129,16 +129,6 @@ def test_what_no_loader_can_save_is_not_looked_for() -> None:
     assert search.notes[-1].startswith("without workers, 1.0% of the time goes to reading")
 
 
-def test_what_may_be_faster_is_named_where_figures_cannot_tell() -> None:
-    machine = Machine(lambda loader: 100.0, repeatable=False)
-    machine.noise = 0.15
-    search = searched(machine, 4)
-    assert "cannot tell if these are faster" in search.notes[-1]
-    machine = Machine(fast)
-    search = searched(machine)
-    assert not any("cannot tell" in note for note in search.notes)
-
-
 def test_what_lies_beside_the_best_is_tried() -> None:
     search = searched(Machine(lambda one: slow(one) + 200 * (one.workers == 6)))
     assert search.chosen == of(6)

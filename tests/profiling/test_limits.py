@@ -112,7 +112,6 @@ def test_measuring_peaks_leaves_torch_as_it_was(tmp_path: Path, monkeypatch: pyt
     before = torch.get_rng_state(), torch.get_float32_matmul_precision()
     found = measured_peaks(CPU)
     assert all(rate > 1e8 for rate in found.flops_per_s.values())
-    assert found.seconds > 0
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_float32_matmul_precision() == before[1]
 

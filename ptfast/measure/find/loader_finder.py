@@ -16,7 +16,7 @@ from ptfast.core.units import counted, duration, grouped, num_bytes
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.plan import compare
-from ptfast.measure.experiment.verdicts import ALPHA, Effect
+from ptfast.measure.experiment.verdicts import Effect
 from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.report.terminal.display import say, table
 
@@ -158,15 +158,6 @@ class LoaderSearch:
             near = [loader for rank, (loader, ratio) in ranked if ratio >= NEAR or rank < 2]
             self._measure_block(near[:FINALISTS])
         self.chosen = self.choose()
-        effects = self.effects(self.chosen)
-        # Each of them had a chance to look slower than it is.
-        level = 1 - ALPHA / max(len(effects), 1)
-        rivals = [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
-        if rivals:
-            names = ", ".join(map(str, rivals))
-            self.notes.append(
-                f"cannot tell if these are faster than the chosen one: {names}; raise --seconds to tell"
-            )
         if (world_size := self.data["world_size"]) > 1:
             self.notes.append(f"workers per rank, for {world_size} ranks; samples over all ranks")
 
@@ -250,11 +241,11 @@ class LoaderSearch:
 
     def _has_room(self, count: int) -> bool:
         """Return False if the workers would need more memory than is free, judging by earlier ones."""
-        largest = max(self.seen, key=lambda loader: loader.workers)
-        if not largest.workers:
-            return True
         plain = self.median(PLAIN, "memory_bytes")
-        added = max(0.0, self.median(largest, "memory_bytes") - plain) / largest.workers * count
+        of_one = [
+            (self.median(one, "memory_bytes") - plain) / one.workers for one in self.seen if one.workers
+        ]
+        added = count * max([0.0, *of_one])
         # The smaller counts of a block run at the same time.
         if plain + 2 * added <= (free := available_memory()):
             return True

@@ -33,7 +33,12 @@ from ptfast.training.loop.updates import ScaledUpdate
 
 CURVE_ROWS, CURVE_WIDTH = 16, 40
 """Size of the curve in the terminal."""
-LOSS_DIVERGED = "the loss diverged"
+ENDINGS = {
+    "range": "the highest learning rate was reached",
+    "diverged": "the loss diverged",
+    "data": "the data ended",
+}
+"""Why a range test ended, in words."""
 SMOOTHING = 0.85
 """Weight of a step in the smoothed loss, relative to its neighbor's."""
 START_STEPS = 10
@@ -136,7 +141,7 @@ class RangeTest:
     losses: list[float]
     """Mean item loss of each step, computed before its update."""
     ended: str
-    """`the highest learning rate was reached`, `the loss diverged` or `the data ended`."""
+    """A key of `ENDINGS`."""
 
 
 def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
@@ -154,7 +159,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     # Inputs that grow during training have their full size in the last steps.
     first = max(run.total_steps - len(lrs), 0) if run.choices.get("curriculum") else 0
     taken, losses, means = list[float](), list[float](), list[float]()
-    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "the highest learning rate was reached"
+    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "range"
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
         run.schedule = RunSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
@@ -165,7 +170,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
         for step in range(len(lrs)):
             batch = next(batches, None)
             if batch is None:
-                ended = "the data ended"
+                ended = "data"
                 break
             lr = lrs[step - trainer.update.schedule_lag]
             trainer.train(iter([batch]), first + step + 1)
@@ -176,7 +181,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
                 continue
             loss = loss_sum / items if items else math.nan
             if not math.isfinite(loss):
-                ended = LOSS_DIVERGED
+                ended = "diverged"
                 break
             taken.append(lr)
             losses.append(loss)
@@ -187,7 +192,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
             low, now = min(means), means[-1]
             # Near 0, four times the lowest loss is very little.
             if step >= START_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
-                ended = LOSS_DIVERGED
+                ended = "diverged"
                 break
     return RangeTest(taken, losses, ended)
 
@@ -257,9 +262,9 @@ def run_trials(
 
     def loss_at(lr: float) -> float:
         test = train_at(run, [lr] * num_steps)
-        diverged = test.ended == LOSS_DIVERGED or not test.losses
+        diverged = test.ended == "diverged" or not test.losses
         loss = math.inf if diverged else statistics.mean(test.losses[-max(len(test.losses) // 4, 1) :])
-        found = f"loss {loss:.4g}" if math.isfinite(loss) else LOSS_DIVERGED
+        found = f"loss {loss:.4g}" if math.isfinite(loss) else ENDINGS["diverged"]
         run.display.note(f"  learning rate {lr:.2g}: {found}")
         return loss
 
@@ -295,6 +300,6 @@ def _show(facts: dict[str, Any]) -> None:
         rows.append([f"{lrs[step]:.1e}", f"{smoothed[step]:.4g}", "*" * max(length, 1)])
     say()
     table(["learning rate", "loss, smoothed", "curve"], rows)
-    say(f"{len(lrs)} steps of {facts['batch_size']} samples: {facts['ended']}")
+    say(f"{len(lrs)} steps of {facts['batch_size']} samples: {ENDINGS[facts['ended']]}")
     if (chosen := facts["chosen"]) is not None:
         say(f"\nchosen {chosen:.2g} by {len(facts['trials'])} trials; as configured: {facts['lr']:.2g}")
