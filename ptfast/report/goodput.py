@@ -23,7 +23,7 @@ _CATEGORY_OF = {
 CATEGORIES = ("training", "done_twice", "restarts", "start_up", "waiting", "evaluation", "saving", "other")
 """What the wall time goes to, in the order in which it is shown."""
 _UNWANTED = (None, "failed", "preempted")
-"""Endings after which the time up to the next attempt is lost. After a pause or Ctrl-C nobody waits."""
+"""Endings after which the time up to the next attempt is lost. After a pause or Ctrl-C it is not."""
 
 
 class Attempt:

@@ -121,8 +121,8 @@ class Csv:
 class Tensorboard:
     """TensorBoard event files in the run directory, one tag per split and metric: `val/accuracy`.
 
-    The first training images are shown as the model takes them. When the run ends, its settings stand beside
-    its last metrics under HParams.
+    The first training images are shown as the model takes them. When the run ends, its settings are
+    shown with its last metrics under HParams.
 
     Args:
         folder: folder of the event files, relative to the run directory.

@@ -199,8 +199,8 @@ def test_overrides_are_measured_and_written(
     file = in_tmp / "mended.yaml"
     words = ["batching=none", *NET, *POINTS, "batch_size=16", "dataloader=plain"]
     words = [*{word.partition("=")[0]: word for word in [*words, *RAGGED]}.values()]
-    assert command_line.run(["audit", *words, f"--fix={file}", "--strict", "--out=figures"]) == 8
-    record = json.loads(Path("figures/measure.json").read_text())
+    assert command_line.run(["audit", *words, f"--fix={file}", "--strict", "--out=results"]) == 8
+    record = json.loads(Path("results/measure.json").read_text())
     assert record["budget_s"] == 120
     prices_of = {found["check"]: found["price"] for found in record["findings"]}
     assert prices_of["padding"]["verdict"] == "faster"

@@ -116,7 +116,7 @@ def test_enough_blocks_tell_all_effects_apart(num_switches: int) -> None:
     assert fitted.dof >= 3
 
 
-def test_effects_are_found_and_their_intervals_hold_them() -> None:
+def test_effects_are_found_and_their_intervals_cover_them() -> None:
     factors = [Factor(str(number)) for number in range(20)]
     truth = {0: 0.2, 1: 0.1, 2: -0.1}
     covered = found = 0

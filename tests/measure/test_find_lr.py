@@ -26,7 +26,7 @@ BRIEF = {"lowest": 1e-4, "highest": 10.0, "num_steps": 30}
 
 
 def curve(falls_at: float, explodes_at: float) -> list[float]:
-    """A loss of 2 that falls to 1 around one rate and rises without bounds around another."""
+    """A loss of 2 that falls to 1 around one learning rate and rises without bounds around another."""
     return [
         1 + 1 / (1 + (lr / falls_at) ** 2) + min((lr / explodes_at) ** 3, 1e3) + 0.02 * math.sin(7 * step)
         for step, lr in enumerate(LRS)
@@ -46,13 +46,13 @@ def losses_around(best: float, explodes_at: float) -> Callable[[float], float]:
 
 @pytest.mark.parametrize("start", [1e-4, 1e-3, 1e-2, 0.1, 1.0])
 @pytest.mark.parametrize("best", [3e-3, 0.02])
-def test_trials_walk_to_the_best_rate(best: float, start: float) -> None:
+def test_trials_walk_to_the_best_learning_rate(best: float, start: float) -> None:
     losses = descend(losses_around(best, 0.3), start, 1e-6, 10.0)
     assert len(losses) <= 6
     assert best / 2 < min(losses, key=losses.__getitem__) < best * 2
     # Neighbors only, and no way back.
-    rates = sorted(losses)
-    assert all(high / low == pytest.approx(10**0.5) for low, high in pairwise(rates))
+    lrs = sorted(losses)
+    assert all(high / low == pytest.approx(10**0.5) for low, high in pairwise(lrs))
 
 
 def test_trials_stay_in_the_range() -> None:
@@ -104,8 +104,8 @@ def test_the_run_is_left_as_it_was(words: tuple[str, ...], tmp_path: Path) -> No
     assert range_test(run, **BRIEF).losses == test.losses
 
 
-def test_a_step_that_fp16_leaves_out_is_none(tmp_path: Path) -> None:
-    """It has no loss, and the rate does not rise over it."""
+def test_a_step_that_fp16_skips_does_not_count(tmp_path: Path) -> None:
+    """It has no loss, and the learning rate does not rise over it."""
     data = ("data=custom", "data._target_=toys.blobs", "data.val=0", "batch_size=10")
     model = ("model=custom", "model._target_=toys.Overflowing", "+model.calls=[3,4,8]")
     run = build_run(tmp_path, *data, *model, "optimizer=sgd", "precision=amp_fp16", "steps=20")
@@ -154,10 +154,9 @@ def test_a_config_that_never_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    range_of_rates = ["--from", "1e-9", "--to", "1e-8", "--steps", "20"]
+    range_of_lrs = ["--from", "1e-9", "--to", "1e-8", "--steps", "20"]
     assert (
-        command_line.run(["find", "lr", *SMALL, *range_of_rates, "--write", "found.yaml", "--out", "out"])
-        == 8
+        command_line.run(["find", "lr", *SMALL, *range_of_lrs, "--write", "found.yaml", "--out", "out"]) == 8
     )
     assert "makes the loss decrease" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["lr.json"]

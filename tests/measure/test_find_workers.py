@@ -1,4 +1,4 @@
-"""`ptfast find workers`: the quickest loader beside the training, by the fewest processes."""
+"""`ptfast find workers`: the fastest loader during training, with the fewest processes."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class Machine(Laboratory):
             )
         choices = {"dataloader.kind": loader.kind, "dataloader.workers": loader.workers}
         rate = self.rate(loader)
-        figures = {"samples_per_s": rate, "waiting": self.waiting, "memory": (self.bytes(loader), "PSS")}
+        metrics = {"samples_per_s": rate, "waiting": self.waiting, "memory": (self.bytes(loader), "PSS")}
         time = -math.log(rate) + self._draws.gauss(0, self.noise)
-        facts = {"choices": choices, "data": self.data, **figures}
+        facts = {"choices": choices, "data": self.data, **metrics}
         return TrialResult(tuple(words), time if timed else math.nan, "", facts)
 
 
@@ -86,7 +86,7 @@ def tried(search: LoaderSearch) -> list[int]:
 
 
 def slow(loader: LoaderSetup) -> float:
-    """Each reader gets 50 samples a second, and the training takes 390 at most."""
+    """Each worker reads 50 samples a second, and the training takes 390 at most."""
     return min(390.0, 50.0 * max(1, loader.workers))
 
 

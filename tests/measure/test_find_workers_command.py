@@ -26,16 +26,16 @@ POINTS = (*SMALL, "data=custom", "data._target_=toys.SlowPoints", "batch_size=4"
 
 
 def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
-    def figures(name: str, *words: str) -> dict[str, Any]:
+    def metrics_of(name: str, *words: str) -> dict[str, Any]:
         (tmp_path / name).mkdir()
         segments = Segments(read_config([*words, "device=cpu"])[1], tmp_path / name, Ranks(), None, Display())
         segments.warm_up(0.1)
         return segments.train(10, 1)
 
-    slow = figures("slow", *POINTS, "data.read_s=0.01", "dataloader=plain")
+    slow = metrics_of("slow", *POINTS, "data.read_s=0.01", "dataloader=plain")
     assert slow["samples_per_s"] < 100
     assert slow["waiting"] > 0.7
-    assert figures("fast", "model=mlp", "model.hidden=[256,256]")["waiting"] < 0.5
+    assert metrics_of("fast", "model=mlp", "model.hidden=[256,256]")["waiting"] < 0.5
 
 
 def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def find(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
-    """Figures and output of `ptfast find workers WORDS...`."""
+    """Result and output of `ptfast find workers WORDS...`."""
     command = [sys.executable, "-m", "ptfast", "find", "workers", *words, "--out", "out"]
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **WITH_TESTS}
     done = subprocess.run(
@@ -61,25 +61,25 @@ def test_the_command_picks_many_for_slow_data_and_none_for_fast(
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     flags = ("--seconds", "0.3", "--to", "8")
-    figures, out = find(tmp_path / "a", *POINTS, "data.read_s=0.02", *flags, "--write", "found.yaml")
-    assert figures["chosen"]["workers"] >= 6
-    trials = [trial for block in figures["blocks"] for trial in block]
+    result, out = find(tmp_path / "a", *POINTS, "data.read_s=0.02", *flags, "--write", "found.yaml")
+    assert result["chosen"]["workers"] >= 6
+    trials = [trial for block in result["blocks"] for trial in block]
     memory = {count: [each["memory"][0] for each in trials if each["workers"] == count] for count in (0, 8)}
     assert min(memory[8]) > max(memory[0])
-    assert f"dataloader.workers={figures['chosen']['workers']}" in out
+    assert f"dataloader.workers={result['chosen']['workers']}" in out
     monkeypatch.chdir(tmp_path / "a")
     _, config = read_config(["recipe=./found.yaml"])
-    assert config.dataloader.workers == figures["chosen"]["workers"]
+    assert config.dataloader.workers == result["chosen"]["workers"]
     assert train("recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
-    figures, _ = find(tmp_path / "b", *POINTS, *flags)
-    assert figures["chosen"]["workers"] == 0
+    result, _ = find(tmp_path / "b", *POINTS, *flags)
+    assert result["chosen"]["workers"] == 0
 
 
 @pytest.mark.slow
 def test_two_ranks_agree(tmp_path: Path) -> None:
     ranks = ("device=cpu", "parallel=ddp", "parallel.nproc=2")
-    figures, out = find(tmp_path, *POINTS, "data.read_s=0.02", *ranks, "--seconds", "0.3", "--to", "2")
-    assert figures["chosen"]["workers"] == 2
+    result, out = find(tmp_path, *POINTS, "data.read_s=0.02", *ranks, "--seconds", "0.3", "--to", "2")
+    assert result["chosen"]["workers"] == 2
     assert "workers per rank, for 2 ranks" in out
 
 

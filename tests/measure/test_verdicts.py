@@ -40,7 +40,7 @@ def test_the_interval_covers_the_truth(count: int) -> None:
     assert covered >= 181
 
 
-def test_holm_by_hand() -> None:
+def test_holm_with_known_p_values() -> None:
     def of(p_values: list[float]) -> list[Effect]:
         return [Effect(t_quantile(1 - p / 2, 20), 1.0, 20) for p in p_values]
 
@@ -59,7 +59,7 @@ def test_verdicts() -> None:
     assert judge([sure, slow, level, lost, None]) == [
         *("faster", "slower", "no difference", "cannot tell", "cannot tell")
     ]
-    # p = 0.02 is a finding alone, and none among others.
+    # p = 0.02 is a finding alone, but not among others.
     doubtful = Effect(0.1, 0.04, 20)
     assert judge([doubtful]) == ["faster"]
     assert judge([doubtful, lost, lost, lost])[0] == "cannot tell"

@@ -94,7 +94,7 @@ def test_peaks_are_measured_once_and_found_again(tmp_path: Path, monkeypatch: py
     assert found.op_s == 1 / 200
     assert known_peaks(CPU, ["fp32"]) == found
     assert known_peaks(CPU, ["fp16"]) is None
-    # Other threads, other figures; and of two measurements the better one counts.
+    # Another number of threads has its own peaks; the better of two measurements counts.
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     assert known_peaks(CPU) is None

@@ -100,5 +100,5 @@ def test_the_cause_is_what_takes_the_rank_longer(own: dict[str, float], slow: di
         judge.receive([*waiting, *waiting, *[(usual | own).get(cause, 0.0) for cause in STEP]])
     assert {rank: each["cause"] for rank, each in run.slow_ranks.items()} == slow
     run.ranks = Ranks(grouped=True)
-    Stragglers(run).receive(mine * 9)  # it waits for nobody
+    Stragglers(run).receive(mine * 9)  # it waits for no other rank
     assert len(run.display.warnings) == len(slow)  # pyright: ignore[reportAttributeAccessIssue]

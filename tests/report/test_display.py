@@ -18,7 +18,7 @@ from ptfast.core import units
 from ptfast.core.plain_display import closing, each_once, show_warnings_once
 from ptfast.report.terminal.display import Display, LiveDisplay, build_display, say, table
 
-FIGURES = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
+METRICS = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
 ESCAPE = "\x1b"
 SUMMARY = {
     "status": "finished",
@@ -65,7 +65,7 @@ def test_a_progress_line_tells_place_figures_and_time_left() -> None:
     display, stream, clock = plain()
     display.start(300, 1300, 130)
     clock.now_s = 2.0
-    display.progress(400, 3.1, FIGURES)
+    display.progress(400, 3.1, METRICS)
     line = stream.getvalue()
     assert re.sub(" +", " ", line) == (
         "step 400/1300 epoch 3.1 loss 0.2310 lr 3.2e-03 3,412 samples/s eta 0:18\n"
@@ -76,7 +76,7 @@ def test_columns_stay_put_while_figures_change_width() -> None:
     display, stream, clock = plain()
     for step, rate in ((10, 1200.0), (100, 900.0), (1000, 1500.0)):
         clock.now_s += 60
-        display.progress(step, step / 130, {**FIGURES, "samples_per_s": rate})
+        display.progress(step, step / 130, {**METRICS, "samples_per_s": rate})
     lines = stream.getvalue().splitlines()
     assert len({line.index("epoch") for line in lines}) == 1
     assert len({line.index("samples/s") for line in lines}) == 1
@@ -85,7 +85,7 @@ def test_columns_stay_put_while_figures_change_width() -> None:
 def test_time_left_is_unknown_without_a_number_of_steps() -> None:
     display, stream, clock = plain(total_steps=None)
     clock.now_s = 5.0
-    display.progress(50, 0, FIGURES)
+    display.progress(50, 0, METRICS)
     assert "step 50" in stream.getvalue()
     assert "eta" not in stream.getvalue()
 
@@ -101,7 +101,7 @@ def test_progress_lines_thin_out_and_evaluations_do_not() -> None:
     display, stream, clock = plain(total_steps=100_000)
     for step in range(1, 101):
         clock.now_s += 0.1
-        display.progress(step, 0, FIGURES)
+        display.progress(step, 0, METRICS)
         display.evaluation(step, 1, "val", {"loss": 0.1})
     lines = stream.getvalue().splitlines()
     assert sum("samples/s" in line for line in lines) <= 11
@@ -113,7 +113,7 @@ def test_plain_output_has_no_escape_codes_and_a_line_stays_a_line() -> None:
     with display.status("loading data"):
         pass
     display.panel("ptfast train", [("device", "cpu"), ("model", "a\nb\x1b[31m")], ["debug=anomaly is on"])
-    display.progress(10, 0, FIGURES)
+    display.progress(10, 0, METRICS)
     display.evaluation(130, 1, "val", {"accuracy": 0.9833, "loss": 0.08}, is_best=True)
     display.note("a note")
     display.warn("mind this")
@@ -192,7 +192,7 @@ def test_a_reader_that_has_gone_does_not_end_the_training() -> None:
     for kind in (Display, LiveDisplay):
         display = kind(Gone())
         display.panel("title", [("a", "b")])
-        display.progress(1, 0, FIGURES)
+        display.progress(1, 0, METRICS)
         display.note("text")
         display.close()
 
@@ -210,8 +210,8 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with display.status("loading"):
         display.panel("title", [("a", "b")], ["loud"])
         display.start()
-        display.progress(1, 0, FIGURES)
-        display.evaluation(5, 1, "val", FIGURES, True)
+        display.progress(1, 0, METRICS)
+        display.evaluation(5, 1, "val", METRICS, True)
         display.finish(SUMMARY)
         display.close()
     assert capsys.readouterr() == ("", "")
@@ -236,7 +236,7 @@ def test_the_live_line_fits_the_terminal_and_keeps_the_loss(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     display = live(io.StringIO(), total_steps)
-    display.progress(400, 3, FIGURES)
+    display.progress(400, 3, METRICS)
     lines = display._console.render_lines(display, pad=False)  # pyright: ignore[reportArgumentType]
     text = "".join(segment.text for segment in lines[0])
     display.close()
@@ -256,7 +256,7 @@ def test_a_crash_leaves_the_terminal_with_a_cursor_and_the_streams_as_they_were(
     streams = (sys.stdout, sys.stderr)
     stream = io.StringIO()
     display = live(stream)
-    display.progress(1, 0, FIGURES)
+    display.progress(1, 0, METRICS)
     # Shown again as soon as the live line stands: a SIGKILL would leave it as it is now.
     assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")
     display.close()
@@ -269,13 +269,13 @@ def test_the_live_line_is_drawn_at_most_twice_a_second(monkeypatch: pytest.Monke
     display, stream, clock = live(io.StringIO()), io.StringIO(), Clock()
     monkeypatch.setattr(display, "_stream", stream)
     monkeypatch.setattr(display, "_now", clock)
-    display.progress(1, 0, FIGURES)
+    display.progress(1, 0, METRICS)
     drawn = len(stream.getvalue())
     for step in range(2, 100):
-        display.progress(step, 0, FIGURES)
+        display.progress(step, 0, METRICS)
     assert len(stream.getvalue()) == drawn
     clock.now_s = 0.6
-    display.progress(100, 0, FIGURES)
+    display.progress(100, 0, METRICS)
     assert len(stream.getvalue()) > drawn
     display.close()
 

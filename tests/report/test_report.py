@@ -1,4 +1,4 @@
-"""report.html: one self-contained page of what the run directory holds, whatever is missing."""
+"""report.html: one self-contained page from the files of a run, even if some are missing."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_points_lie_where_the_axes_say() -> None:
         ("loss", [3.0], ["3.0"]),
     ],
 )
-def test_ticks_are_round_and_written_as_the_figure_calls_for(
+def test_ticks_are_round_and_formatted_for_the_metric(
     name: str, values: list[float], expected: list[str]
 ) -> None:
     written = value_labels(line_chart(name, [Series("val", list(enumerate(values)))], 10))

@@ -95,10 +95,10 @@ def find_lr(
         return EXIT_FINDINGS
     if write is not None:
         # A learning rate for a reference batch is scaled to the batch again.
-        rate = float(f"{chosen / facts['lr_scale']:.3g}")
-        comment = [f"Learning rate {rate:g} for {name}, found by ptfast find lr"]
+        lr = float(f"{chosen / facts['lr_scale']:.3g}")
+        comment = [f"Learning rate {lr:g} for {name}, found by ptfast find lr"]
         comment += [f"Best of {len(facts['trials'])} trials of {trial_steps} steps, one learning rate each."]
-        write_recipe(write, arguments, {"optimizer.lr": rate}, comment)
+        write_recipe(write, arguments, {"optimizer.lr": lr}, comment)
     return EXIT_OK
 
 

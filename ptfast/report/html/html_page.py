@@ -24,7 +24,7 @@ def page(title: str, body: str, script: str = "") -> str:
 
 
 def header(title: str, status: str | None, *subs: str) -> str:
-    """The head of a page, with the run's status beside the title and lines below it."""
+    """The head of a page, with the run's status next to the title and lines below it."""
     badge = ""
     if status:
         badge = f'<span class="badge {BADGES.get(status, "fair")}">{escape(status)}</span>'

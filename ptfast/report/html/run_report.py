@@ -293,7 +293,7 @@ def _shares(title: str, parts: Sequence[tuple[str, float]], colors: Sequence[str
 
 
 def _roofline(run: RunFiles) -> str:
-    """The time of a step beside the machine's limits."""
+    """The time of a step, compared with the machine's limits."""
     found = run.summary.get("roofline")
     if not isinstance(found, dict) or not found.get("line"):
         return ""
@@ -365,7 +365,7 @@ def _metric_section(content: dict[str, Any]) -> str:
 
 
 def _checked(kind: Any, value: Any) -> Any:
-    """`value` if it is of this kind; None for what somebody else may have written."""
+    """Return `value` if it is of this kind; None otherwise, because the file may come from others."""
     with contextlib.suppress(ValueError):
         return checked(kind, json.dumps(value))
     return None
@@ -378,7 +378,7 @@ def _labels(names: Any, count: int) -> list[str]:
 
 
 def _confusion(name: str, counts: Sequence[Sequence[float]], names: Any) -> str:
-    """True classes in rows, predicted ones in columns; darker cells hold more of their row."""
+    """True classes in rows, predicted ones in columns; darker cells have a larger share of their row."""
     size = len(counts)
     labels = _labels(names, size)
     title = escape(name.replace("_", " "))

@@ -28,7 +28,7 @@ REDRAW_S = 0.5
 MAX_WIDTH = 100
 """Panels grow no wider: lines longer than this are hard to follow."""
 UNREAD_S = 0.5
-"""How long a reader may take for what was written."""
+"""How long the other end of a pipe may take to read."""
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
@@ -70,7 +70,7 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
 
 
 def standard_output() -> TextIO:
-    """Standard output; an unread buffer if the process has none."""
+    """Standard output; a buffer if the process has no standard output."""
     return sys.stdout or io.StringIO()
 
 
@@ -83,7 +83,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def drop_unread(*streams: TextIO | None) -> None:
-    """Have streams whose reader does not read, such as a full pipe, write nowhere from now on."""
+    """Discard further output of streams that are not read, such as a full pipe."""
     for stream in filter(None, streams):
         with contextlib.suppress(OSError, ValueError):  # of one that is no file
             if not select.select([], [stream.fileno()], [], UNREAD_S)[1]:

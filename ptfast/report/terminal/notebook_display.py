@@ -16,7 +16,7 @@ MOST_ROWS = 12
 
 
 def in_notebook() -> bool:
-    """Return True in a kernel of Jupyter, whose output shows HTML; IPython in a terminal is none."""
+    """Return True in a kernel of Jupyter, whose output shows HTML; IPython in a terminal does not."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
