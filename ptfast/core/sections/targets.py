@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -165,12 +164,13 @@ def _does_not_exist(parent: Any, before: str, name: str) -> PtfastError:
 def signature(function: Any) -> inspect.Signature | None:
     """The signature with annotations evaluated where they can be; None where Python does not know it."""
     try:
-        found = inspect.signature(function)
-    except (ValueError, TypeError):
-        return None
-    # Python knows where the names in annotations of any callable come from, but evaluates all or none.
-    with contextlib.suppress(Exception):
+        # Python knows where the names in annotations of any callable come from, but evaluates all or none.
         found = inspect.signature(function, eval_str=True)
+    except Exception:
+        try:
+            found = inspect.signature(function)
+        except (ValueError, TypeError):
+            return None
     named = function.func if isinstance(function, functools.partial) else function
     body = inspect.unwrap(named.__init__ if inspect.isclass(named) else named)
 
