@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from ptfast.core.tensors.checkpoint_folders import (
 )
 from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
 from ptfast.core.tensors.dtensors import local_part, shard_like
-from ptfast.data.streams.stream_loaders import Marks
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
 from ptfast.training.user_code import callback_states
@@ -36,16 +35,40 @@ OPTIONAL = ("scaler", "stream")
 """Parts that a checkpoint may lack: under another precision, or with other data."""
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A part of a run that two functions save and restore."""
+
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], object]
+
+
 def stateful_parts(run: Run) -> dict[str, Stateful]:
     """The stateful parts of a run in its checkpoints, besides weights and progress, in order of restoring."""
-    marks = getattr(run.train_loader.batches, "marks", None)
+
+    def optimizer_state() -> dict[str, Any]:
+        # Each rank has a shard of the weights, or all of them.
+        return state_by_name(run.optimizer, run.model) if run.sharded else run.optimizer.state_dict()
+
+    def load_stream(state: dict[str, Any]) -> None:
+        note = marks.load(state, run.progress.step)
+        run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))
+
+    def load_callbacks(states: list[Any]) -> None:
+        callbacks: list[Any] = run.callbacks
+        for callback, state in zip(callbacks, states, strict=True):
+            if state is not None:
+                callback.load_state_dict(state)
+
+    marks: Any = getattr(run.train_loader.batches, "marks", None)
+    stream = None if marks is None else Saved(lambda: marks.state(run.progress.step), load_stream)
     parts: dict[str, Stateful | None] = {
-        "optimizer": OptimizerState(run),
+        "optimizer": Saved(optimizer_state, lambda state: load_optimizer(run.optimizer, state)),
         "scaler": run.precision.scaler,
         "ema": run.ema,
         "schedule": run.schedule.on_metric,
-        "stream": None if marks is None else StreamPosition(run, marks),
-        "callbacks": CallbackStates(run),
+        "stream": stream,
+        "callbacks": Saved(lambda: callback_states(run) if run.ranks.is_first else [], load_callbacks),
     }
     on_gradients: Any = run.clip or ()
     for step in (each for each in on_gradients if hasattr(each, "state_dict")):
@@ -54,51 +77,6 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         alike = sum(key.partition("#")[0] == name for key in parts)
         parts[f"{name}#{alike + 1}" if alike else name] = step
     return {name: part for name, part in parts.items() if part is not None}
-
-
-class OptimizerState:
-    """The optimizer's state; keyed by parameter names if each rank has a shard of them."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def state_dict(self) -> dict[str, Any]:
-        run = self.run
-        return state_by_name(run.optimizer, run.model) if run.sharded else run.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_optimizer(self.run.optimizer, state_dict)
-
-
-class StreamPosition:
-    """The position of the data workers in an iterable dataset."""
-
-    def __init__(self, run: Run, marks: Marks) -> None:
-        self.run, self.marks = run, marks
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.marks.state(self.run.progress.step)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        run = self.run
-        note = self.marks.load(state_dict, run.progress.step)
-        run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))
-
-
-class CallbackStates:
-    """The states of callbacks that have one, saved by the first rank and restored on every rank."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def state_dict(self) -> list[Any]:
-        return callback_states(self.run) if self.run.ranks.is_first else []
-
-    def load_state_dict(self, state_dict: list[Any]) -> None:
-        callbacks: list[Any] = self.run.callbacks
-        for callback, state in zip(callbacks, state_dict, strict=True):
-            if state is not None:
-                callback.load_state_dict(state)
 
 
 class Checkpointer:

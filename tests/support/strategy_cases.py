@@ -236,11 +236,12 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
 
 def float8_cases(on: Cases) -> dict[str, Any]:
     """Products in float8, emulated."""
-    words = (*GPT, "precision.mode=bf16", "precision.float8=true", "ema=ema", "optimizer=adamw")
+    plain = (*GPT, "precision.mode=bf16", "ema=ema", "optimizer=adamw")
+    words = (*plain, "precision.float8=true")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ptfast.core.devices.check_float8", lambda device: None)
         patch.setattr("ptfast.training.stages.model_stage.apply_float8", partial(apply_float8, emulate=True))
-        off = on.train("float8-off", *words, "precision.float8=false", strategy="fsdp")
+        off = on.train("float8-off", *plain, strategy="fsdp")
         resumes = on.resumed("float8", *words, strategy="fsdp")
         found = on.train("float8-again", *words, strategy="fsdp")
         return {"float8 resumes": resumes, "float8": found, "float8 off": off}

@@ -23,17 +23,6 @@ MANY_SHAPES = 3
 """Number of recompilations of everything, beyond the usual one for an epoch's last batch."""
 
 
-def apply_compile(
-    model: nn.Module, section: Compile, device: torch.device, *, dynamic: bool, accumulates: bool
-) -> Compilation | None:
-    """Compile `model` in place; return None for mode `none`. Raises the errors of `Compilation`."""
-    if section.mode == "none":
-        return None
-    compilation = Compilation(section.mode, device.type, dynamic=dynamic, accumulates=accumulates)
-    compilation.apply(model, section.blocks)
-    return compilation
-
-
 class Compilation:
     """The compiled parts of a run, and the number of compilations.
 

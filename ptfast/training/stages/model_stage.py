@@ -37,7 +37,7 @@ from ptfast.optim.parameter_groups import Grouping
 from ptfast.tasks.supervised import call
 from ptfast.techniques.backend.torch_settings import allow_cudnn_attention, expand_segments
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
-from ptfast.techniques.compile.compilation import apply_compile
+from ptfast.techniques.compile.compilation import Compilation
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
@@ -258,13 +258,14 @@ def shape_model(run: PartialRun) -> None:
         bool,
         lambda: (has_many_lengths(run.splits, config.batching), ""),
     )
-    accumulates = run.micro_batches > ranks.world_size
-    run.compilation = apply_compile(
-        model, config.compile, run.device, dynamic=dynamic, accumulates=accumulates
-    )
-    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
-    if run.compilation is not None:
+    if config.compile.mode != "none":
+        accumulates = run.micro_batches > ranks.world_size
+        run.compilation = Compilation(
+            config.compile.mode, run.device.type, dynamic=dynamic, accumulates=accumulates
+        )
+        run.compilation.apply(model, config.compile.blocks)
         choices.rows["compile"] = run.compilation.describe()
+    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
     choices.note("checkpointed", list(blocks))
     choices.note("shards", list(shards))
 
