@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.distributed import broadcast_object
-from ptfast.core.errors import PtfastError, SavedStateError, summary_of
+from ptfast.core.errors import PtfastError, SavedStateError, described, summary_of
 from ptfast.core.protocols import Stateful
 from ptfast.core.run_records import Progress
 from ptfast.core.tensors.checkpoint_files import CheckpointContent, ShardedDraft, WholeDraft
@@ -26,10 +26,10 @@ from ptfast.core.tensors.checkpoint_folders import (
     step_of,
 )
 from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
-from ptfast.core.tensors.dtensors import local_part, shard_like
+from ptfast.core.tensors.dtensors import is_sharded, local_part, shard_like
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
-from ptfast.training.user_code import callback_states
+from ptfast.training.user_code import UserPart
 
 OPTIONAL = ("scaler", "stream")
 """Parts that a checkpoint may lack: under another precision, or with other data."""
@@ -77,6 +77,28 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         alike = sum(key.partition("#")[0] == name for key in parts)
         parts[f"{name}#{alike + 1}" if alike else name] = step
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def callback_states(run: Run) -> list[Any]:
+    """Return the states of callbacks that have one; C017 for values that cannot be loaded again."""
+    states: list[Any] = []
+    callbacks: list[Any] = run.callbacks
+    for index, callback in enumerate(callbacks):
+        states.append(callback.state_dict() if hasattr(callback, "state_dict") else None)
+        if (odd := _unsavable(states[-1])) is not None:
+            what = f"state_dict returns {described(odd)}, but only tensors and plain values can be saved"
+            raise UserPart(f"callbacks.{index}._target_", callback).error(what)
+    return states
+
+
+def _unsavable(value: Any) -> Any:
+    """Return the first value in a nested structure that is neither a whole tensor nor plain, if any."""
+    if isinstance(value, (dict, list, tuple)):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)
+    whole = isinstance(value, Tensor) and not is_sharded(value)
+    plain = whole or type(value) in (type(None), bool, int, float, str, bytes)
+    return None if plain else value
 
 
 class Checkpointer:

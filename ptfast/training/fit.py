@@ -14,12 +14,13 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import StepBatch, hooks
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
+from ptfast.training.checkpointer import callback_states
 from ptfast.training.evaluate import Abandoned, evaluate
 from ptfast.training.loop.loss_accumulator import PendingLog
 from ptfast.training.loop.step import Trainer
 from ptfast.training.loop.votes import StopReason, Votes, agree_to_stop
 from ptfast.training.stopping import Stopped, interruptible
-from ptfast.training.user_code import callback_states, check_metrics
+from ptfast.training.user_code import check_metrics
 
 
 def fit(run: Run) -> str:

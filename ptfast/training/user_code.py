@@ -16,7 +16,6 @@ from ptfast.core.distributed import is_connection_lost
 from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of, summary_of
 from ptfast.core.machine import is_memory_error
 from ptfast.core.sections.origins import comes_from, is_ours
-from ptfast.core.tensors.dtensors import is_sharded
 from ptfast.core.tensors.torch_internals import backward
 from ptfast.optim.layerwise import no_sparse
 from ptfast.run import Run
@@ -148,28 +147,6 @@ def constructing(key: str, path: str, doing: str = "its constructor") -> Iterato
             raise
         what = f"{doing} raises {summary_of(error)}"
         raise ConfigError("C017", what, key=f"{key}._target_", value=path, suggestion=TRACEBACK) from error
-
-
-def callback_states(run: Run) -> list[Any]:
-    """Return the states of callbacks that have one; C017 for values that cannot be loaded again."""
-    states: list[Any] = []
-    callbacks: list[Any] = run.callbacks
-    for index, callback in enumerate(callbacks):
-        states.append(callback.state_dict() if hasattr(callback, "state_dict") else None)
-        if (odd := _unsavable(states[-1])) is not None:
-            what = f"state_dict returns {described(odd)}, but only tensors and plain values can be saved"
-            raise UserPart(f"callbacks.{index}._target_", callback).error(what)
-    return states
-
-
-def _unsavable(value: Any) -> Any:
-    """Return the first value in a nested structure that is neither a whole tensor nor plain, if any."""
-    if isinstance(value, (dict, list, tuple)):
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
-        return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)
-    whole = isinstance(value, Tensor) and not is_sharded(value)
-    plain = whole or type(value) in (type(None), bool, int, float, str, bytes)
-    return None if plain else value
 
 
 def check_metrics(metrics: dict[str, Any], run: Run) -> dict[str, float]:

@@ -28,8 +28,8 @@ from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.techniques.precision.mixed_precision import apply_float8
 from ptfast.training.build import build
+from ptfast.training.checkpointer import callback_states
 from ptfast.training.fit import fit
-from ptfast.training.user_code import callback_states
 
 SMALL = ("model.hidden=[47]", "batch_size=64", "steps=8", "log_every=2", "eval.every=4steps", "seed=3")
 MIXED = ("ema.decay=0.6", "gradients.clip_norm=0.3", "gradients.accumulate=2", "optimizer=adamw")
