@@ -60,7 +60,7 @@ def build(
     trained. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
 
     Args:
-        checkpoint_folder: the state to resume; None starts afresh.
+        checkpoint_folder: the checkpoint to resume; None starts afresh.
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.
     """

@@ -27,17 +27,16 @@ def build_clipper(
         head: parameters that adaptive clipping skips.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    spared = head if gradients.clip_adaptive is not None else ()
-    apart = {id(parameter) for parameter in spared}
-    rest = [parameter for parameter in trained if id(parameter) not in apart]
     steps: list[Clipper] = []
     if gradients.clip_value is not None:
         steps.append(partial(clip_grad_value_, trained, gradients.clip_value))
     if gradients.clip_adaptive is not None:
+        spared = {id(parameter) for parameter in head}
+        rest = [parameter for parameter in trained if id(parameter) not in spared]
         vectors_first = sorted(rest, key=lambda parameter: parameter.ndim > 1)
         steps.append(partial(clip_adaptively, vectors_first, gradients.clip_adaptive))
     if gradients.clip_norm is not None:
-        steps.append(partial(clip_to_norm, rest, gradients.clip_norm))
+        steps.append(partial(clip_to_norm, trained, gradients.clip_norm))
     return GradientSteps(steps) if steps else None
 
 

@@ -48,13 +48,9 @@ class Parallel(Section):
     """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` for repeated blocks."""
 
 
-_OF_DDP = {"compression": "none", "unused_parameters": False}
-"""Keys of ddp alone, with their values when off."""
-
-
 def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
     """Reject keys of another strategy."""
-    for name, off in _OF_DDP.items():
+    for name, off in {"compression": "none", "unused_parameters": False}.items():
         if parallel.strategy != "ddp" and (value := getattr(parallel, name)) != off:
             what = f"belongs to parallel=ddp, not {parallel.strategy}"
             hint = "Use parallel=ddp"

@@ -107,7 +107,7 @@ class Votes:
         """Number of steps until the next exchange."""
 
     def exchange(self, step_s: float, *, defers: bool) -> StopReason | None:
-        """Tell the other ranks the state of this one after a step, and return why training stops.
+        """Tell the other ranks how this one stands after a step, and return why training stops.
 
         Args:
             step_s: seconds per step.
