@@ -67,7 +67,7 @@ MODELS = {
     "mask": ("reads on the host", "line"),
     "print": ("reads on the host", "line"),
     "made": ("tensors made on the host", "line"),
-    "anomaly": ("debugging left on", "line"),
+    "anomaly": ("debugging left on", "your code"),
     "evaluation": ("gradients in evaluation", "line"),
 }
 

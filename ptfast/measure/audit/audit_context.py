@@ -103,7 +103,7 @@ class AuditContext:
         switches = segments.trainer.first_checks.switches
         switches.check()
         self.aids = switches.found
-        """Torch's debugging aids that are on, and where they were switched on."""
+        """Names of torch's debugging aids that are on, by the value of `debug` for them."""
         steps = min(max(LEAST_STEPS, int(STEPS_S / segments.step_s)), MOST_STEPS)
         self.waiting = segments.train(steps, 0)["waiting"]
         """Share of the time spent waiting for a batch."""

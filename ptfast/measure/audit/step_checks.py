@@ -130,28 +130,22 @@ def _offset(context: AuditContext) -> str | None:
 
 def check_loop(context: AuditContext) -> Iterator[Finding]:
     """Yield findings on the steps themselves: waits for the device, debugging aids, compilation."""
-    # The line of a debugging aid itself is not reported.
-    aids = tuple(place for places in context.aids.values() for place in places)
     for (read, place), calls in context.calls.reads.items():
-        if not place.endswith(aids):
-            what = f"{read}: {times(calls.count / CALL_STEPS)} a step, the host waits for the device"
-            price = Price(calls.seconds / CALL_STEPS)
-            yield Finding("reads on the host", what, place, _MENDS.get(read, _ELSE), price=price)
+        what = f"{read}: {times(calls.count / CALL_STEPS)} a step, the host waits for the device"
+        price = Price(calls.seconds / CALL_STEPS)
+        yield Finding("reads on the host", what, place, _MENDS.get(read, _ELSE), price=price)
     known = {place for _, place in context.calls.reads}
     for place, count in context.syncs.items():
         if place not in known:
             what = f"{times(count / CALL_STEPS)} a step, the host waits for the device"
             yield Finding("reads on the host", what, place, _ELSE)
     for place, calls in context.calls.moved.items():
-        if not place.endswith(aids):
-            what = f"a tensor created on the host and moved, {times(calls.count / CALL_STEPS)} a step"
-            mend, price = "device=x.device where it is created", Price(calls.seconds / CALL_STEPS)
-            yield Finding("tensors made on the host", what, place, mend, price=price)
-    names = {"anomaly": "anomaly detection is on", "profiler": "a profiler is on"}
-    for aid, places in context.aids.items():
-        what, where = names.get(aid, f"{aid} runs"), ", ".join(places) or "unknown"
-        mend = f"remove it; debug={aid} when it is needed"
-        yield Finding("debugging left on", what, where, mend)
+        what = f"a tensor created on the host and moved, {times(calls.count / CALL_STEPS)} a step"
+        mend, price = "device=x.device where it is created", Price(calls.seconds / CALL_STEPS)
+        yield Finding("tensors made on the host", what, place, mend, price=price)
+    for debug, aid in context.aids.items():
+        mend = f"remove it; debug={debug} when it is needed"
+        yield Finding("debugging left on", f"{aid} is on", "your code", mend)
     if (place := context.evaluation.with_gradients) is not None:
         mend = "remove torch.enable_grad() or set_grad_enabled(True) around it"
         yield Finding("gradients in evaluation", "gradients are recorded in evaluation", place, mend)

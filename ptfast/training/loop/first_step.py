@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import math
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described
+from ptfast.core.errors import ConfigError, DataError, PtfastError, described
 from ptfast.core.protocols import Mixed
 from ptfast.core.sections.origins import is_ours
 from ptfast.core.tensors.trees import copied, tree_leaves
@@ -27,21 +23,11 @@ from ptfast.tasks.ratios import placed
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.training.user_code import LOSS, MODEL, UserPart, failure, misfit, naming_user_code, parts_of
 
-
-class Switch(NamedTuple):
-    """A debugging aid of torch that slows down every step."""
-
-    what: str
-    is_on: Callable[[], bool]
-    pattern: str
-    """How code switches it on."""
-
-
-SWITCHES = {
-    "anomaly": Switch("anomaly detection", torch.is_anomaly_enabled, r"detect_anomaly\("),
-    "profiler": Switch("a profiler", torch.autograd._profiler_enabled, r"(?<!def )\bprofile\("),
+SWITCHES: dict[str, tuple[str, Callable[[], bool]]] = {
+    "anomaly": ("anomaly detection", torch.is_anomaly_enabled),
+    "profiler": ("a profiler", torch.autograd._profiler_enabled),
 }
-"""Keyed by the value of `debug` that switches it on properly."""
+"""Debugging aids of torch that slow down every step, by the value of `debug` for each."""
 
 
 @dataclass(eq=False, repr=False)
@@ -219,28 +205,13 @@ class SlowSwitches:
     """Warns once about torch's debugging aids that a user's code leaves on, except the run's own `debug`."""
 
     run: Run
-    found: dict[str, list[str]] = field(default_factory=dict)
-    """Where each was switched on, by the value of `debug` for it."""
+    found: dict[str, str] = field(default_factory=dict)
+    """Names of the aids that are on, by the value of `debug` for them."""
 
     def check(self) -> None:
         """Warn once about each aid that is on now. Cost: two calls."""
-        for debug, (what, is_on, pattern) in SWITCHES.items():
-            if debug in self.found or debug == self.run.plan.debug or not is_on():
-                continue
-            self.found[debug] = places = _places_of(pattern, self.run)
-            at = f" ({', '.join(places)})" if places else ""
-            advice = f"remove it, and use debug={debug} when you need it"
-            self.run.display.warn(f"{what} is on{at}, which slows down every step: {advice}")
-
-
-def _places_of(pattern: str, run: Run) -> list[str]:
-    """Return lines of a user's file that match `pattern`: in the run's parts first, then in any module."""
-    first = {type(part.made).__module__: None for part in parts_of(run)}
-    for name in [*first, *sys.modules]:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if not file or file.startswith(INSTALLED):
-            continue
-        lines = [line.partition("#")[0] for line in linecache.getlines(file)]
-        if numbers := [number for number, line in enumerate(lines, 1) if re.search(pattern, line)]:
-            return [f"{Path(file).name}:{number}" for number in numbers]
-    return []
+        for debug, (what, is_on) in SWITCHES.items():
+            if debug not in self.found and debug != self.run.plan.debug and is_on():
+                self.found[debug] = what
+                advice = f"remove it, and use debug={debug} when you need it"
+                self.run.display.warn(f"{what} is on, which slows down every step: {advice}")
