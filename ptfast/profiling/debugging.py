@@ -17,6 +17,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from ptfast.core.errors import ConfigError, NumericsError, one_line
 from ptfast.core.run_directory import write_text
+from ptfast.core.tensors.torch_internals import quick_gradcheck
 from ptfast.core.tensors.trees import tree_leaves, tree_map
 from ptfast.profiling.step_phases import Phases, watched
 from ptfast.run import Run
@@ -144,16 +145,17 @@ def check_gradients(run: Run) -> None:
         try:
             # The loss reads the parameters where gradcheck changes them. Fast mode multiplies `atol` by the
             # root of a parameter's size. Backward passes need not be bit-equal, nor take undefined gradients.
-            gradcheck(
-                lambda *_: loss(),
-                parameters,
-                eps=eps,
-                atol=1e-6,
-                rtol=1e-2,
-                nondet_tol=1e-3,
-                check_undefined_grad=False,
-                fast_mode=True,
-            )
+            with quick_gradcheck():
+                gradcheck(
+                    lambda *_: loss(),
+                    parameters,
+                    eps=eps,
+                    atol=1e-6,
+                    rtol=1e-2,
+                    nondet_tol=1e-3,
+                    check_undefined_grad=False,
+                    fast_mode=True,
+                )
             return
         except GradcheckError as error:
             found = re.search(r"respect to input (\d+)", str(error))

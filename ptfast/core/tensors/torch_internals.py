@@ -5,12 +5,14 @@ Kernels (`torch._foreach_*`) are called where they are; only `techniques/compile
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd import Variable, gradcheck
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,6 +58,20 @@ def dump_nccl_trace() -> bytes:
     from torch._C import _distributed_c10d as c10d
 
     return c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def quick_gradcheck() -> Iterator[None]:
+    """Let torch's fast gradcheck name a wrong gradient at once.
+
+    For its message it would compute a whole Jacobian, with a forward pass for each number of a parameter.
+    """
+    module: Any = sys.modules[gradcheck.__module__]
+    before, module._run_slow_mode_and_get_error = module._run_slow_mode_and_get_error, lambda *_: ""
+    try:
+        yield
+    finally:
+        module._run_slow_mode_and_get_error = before
 
 
 def after_backward(callback: Callable[[], None]) -> None:
