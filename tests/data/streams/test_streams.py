@@ -29,6 +29,7 @@ from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.loaders.pipeline import LoaderOptions
 from ptfast.data.sampling.sampler import Sharding
+from ptfast.data.streams import stream_loaders
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import digest, share_out, sum_of
 
@@ -68,6 +69,15 @@ def test_data_workers_that_all_read_the_same_are_noticed(workers: int, micro_bat
     # A lone data worker differs from none, and those of shards have parts of their own.
     assert len(some(build(Asks()), 9)) == 9
     assert len(some(build(Sharded(), kind="workers", workers=workers, micro_batches=micro_batches), 9)) == 9
+
+
+def test_ranks_are_compared_once_and_not_at_each_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(stream_loaders, "on_all_ranks", lambda value, _: compared.append(value) or [value])
+    batches = build(Sharded(), kind="workers", workers=2)
+    first = some(batches, 3)
+    assert some(batches, 3) == first
+    assert len(compared) == 1
 
 
 class Constant(Sharded):
