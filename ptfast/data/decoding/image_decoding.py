@@ -6,13 +6,15 @@ import contextlib
 import functools
 import importlib.util
 import io
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +23,6 @@ from torch import Tensor
 
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.pictures import UnknownScaleError, in_square, rgb_pixels
-from ptfast.data.streams.tar_headers import InTar
 from ptfast.data.transforms.resized_crops import resize
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -51,6 +52,29 @@ class Decoded(NamedTuple):
 
     pixels: Pixels
     converted: bool
+
+
+class InTar(str):
+    """The name of a file in a tar, by which it can be read; out of `file`, where the tar is open."""
+
+    __slots__ = ("file", "offset", "size", "tar")
+
+    def __new__(cls, tar: str, name: str, offset: int, size: int, file: IO[bytes] | None = None) -> InTar:
+        self = super().__new__(cls, f"{tar}/{name}")
+        self.tar, self.offset, self.size, self.file = tar, offset, size, file
+        return self
+
+    def read(self, most: int = sys.maxsize) -> bytes:
+        """Its first bytes, at most `most`; fewer if the file is gone or truncated."""
+        if self.file is not None:
+            return read_at(self.file, self.offset, min(self.size, most))
+        with Path(self.tar).open("rb", buffering=0) as file:
+            return read_at(file, self.offset, min(self.size, most))
+
+
+def read_at(file: IO[bytes], offset: int, size: int) -> bytes:
+    """Bytes of a file, whose position stays: several threads may read it at once."""
+    return os.pread(file.fileno(), size, offset)
 
 
 def is_hidden(path: str) -> bool:

@@ -20,7 +20,7 @@ from ptfast.data.decoding.image_decoding import SUFFIXES
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.sources.text_files import LABELS
 from ptfast.data.tables.columns import Rows, read_splits
-from ptfast.data.tables.target_column import Facts, read_targets
+from ptfast.data.tables.preparation import Facts, read_targets
 
 _IMAGES = (
     "image",

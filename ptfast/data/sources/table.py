@@ -12,8 +12,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.map_source import TensorSource
 from ptfast.data.tables.columns import Rows, read_splits
-from ptfast.data.tables.preparation import MISSING, Preparation
-from ptfast.data.tables.target_column import read_targets
+from ptfast.data.tables.preparation import MISSING, Preparation, read_targets
 
 
 class Table(ReadsAsKnown):

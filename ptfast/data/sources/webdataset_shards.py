@@ -19,7 +19,7 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
-from ptfast.data.decoding.image_decoding import is_hidden, without_hidden
+from ptfast.data.decoding.image_decoding import InTar, is_hidden, without_hidden
 from ptfast.data.label_checks import number_names
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
@@ -27,7 +27,6 @@ from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.streams.shard_cache import ShardCache, is_url
 from ptfast.data.streams.shard_index import Label, Shard, index_shard
 from ptfast.data.streams.shard_stream import Shards, ShardStream
-from ptfast.data.streams.tar_headers import InTar
 
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 

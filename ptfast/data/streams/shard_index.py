@@ -1,4 +1,4 @@
-"""The index of a tar shard: where its images lie, and their labels; cached on disk."""
+"""The index of a tar shard, by its headers alone: where its images lie, and their labels; cached on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hashlib
 import itertools
 import json
 import re
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +18,9 @@ from numpy.typing import NDArray
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
 from ptfast.data.data_fingerprint import load_arrays, save_arrays
-from ptfast.data.decoding.image_decoding import SUFFIXES, is_hidden
-from ptfast.data.streams.tar_headers import REMEDY, Member, members, read_at
+from ptfast.data.decoding.image_decoding import SUFFIXES, is_hidden, read_at
 
+_REMEDY = "Make the shard anew, or leave it out"
 _FORMAT = 2
 _LABELS = ("cls", "json", "txt")
 """Extensions of files with a label; the first one found counts."""
@@ -102,6 +104,40 @@ def _read_shard(path: Path, stamp: NDArray[np.int64]) -> Shard:
     )
 
 
+class Member(NamedTuple):
+    """A file in a tar, whose first byte is at `offset`."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def members(path: Path) -> Iterator[Member]:
+    """The files of a tar, in their order.
+
+    Raises:
+        DataError: D005 for a file that is no tar, is compressed, or is truncated.
+    """
+    size, what = path.stat().st_size, "is not a tar file, despite its name"
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            what = "is truncated"
+            for info in tar:
+                if info.size < 0 or (info.isfile() and info.offset_data + info.size > size):
+                    raise tarfile.ReadError(f"{info.name} has {info.size:,} bytes, and the file {size:,}")
+                if info.isfile():
+                    yield Member(info.name, info.offset_data, info.size)
+            file.seek(tar.offset)
+            if file.read(1) != b"\0":
+                raise tarfile.ReadError("the mark at its end is missing")
+    except (tarfile.TarError, ArithmeticError, MemoryError, RecursionError, ValueError) as error:
+        what, hint = f"{what}: {error}", _REMEDY
+        with path.open("rb") as file:
+            if file.read(6).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh9", b"\xfd7zX")):
+                what, hint = "is compressed, so samples in it cannot be located", "Unpack it to a plain .tar"
+        raise DataError("D005", what, key=str(path), suggestion=hint) from None
+
+
 def _split(name: str) -> tuple[str, str]:
     """The key of a sample and the suffix of a file: the parts before and after the first dot of its name."""
     folder, slash, file = name.rpartition("/")
@@ -118,7 +154,7 @@ def _image(key: str, by_suffix: dict[str, Member], path: Path) -> Member:
         what = f"sample {key} has no image, but {', '.join(by_suffix)}"
         if found:
             what = f"sample {key} has several images: {', '.join(found)}"
-        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
+        raise DataError("D005", what, key=str(path), suggestion=_REMEDY)
     return by_suffix[chosen[0]]
 
 
@@ -138,5 +174,5 @@ def _label(file: Any, key: str, by_suffix: dict[str, Member], path: Path) -> Lab
     fits = not isinstance(label, int) or -(2**63) <= label < 2**63
     if isinstance(label, bool) or not isinstance(label, (int, str)) or label == "" or not fits:
         what = f"sample {key} has no label in a file .cls, .json ({', '.join(_KEYS)}) or .txt"
-        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
+        raise DataError("D005", what, key=str(path), suggestion=_REMEDY)
     return label

@@ -16,13 +16,13 @@ from ptfast.core.errors import DataError
 from ptfast.core.sections.secret_values import hide_credentials
 from ptfast.core.units import num_bytes
 from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.decoding.image_decoding import InTar
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import MicroBatchIndices, permutation
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.shard_cache import ShardCache
 from ptfast.data.streams.shard_index import Shard
-from ptfast.data.streams.tar_headers import InTar
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented, cropped
 

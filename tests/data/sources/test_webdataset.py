@@ -26,7 +26,7 @@ from ptfast.core.machine import cache_folder
 from ptfast.data.build_data import build_data
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.sources.webdataset_shards import Members, WebDataset, expand, nearby
-from ptfast.data.streams.tar_headers import members
+from ptfast.data.streams.shard_index import members
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 SIZES = (5, 9, 3, 7)
