@@ -79,7 +79,12 @@ def rename_former(tree: dict[str, Any]) -> None:
     for name, former in FORMER.items():
         section, _, key = name.rpartition(".")
         if former.key and isinstance(given := tree.get(section), dict) and key in given:
-            given.setdefault(former.key.rpartition(".")[2], former.today(given.pop(key)))
+            today, value = former.key.rpartition(".")[2], former.today(given[key])
+            if today == key:
+                given[key] = value
+            else:
+                del given[key]
+                given.setdefault(today, value)
 
 
 def in_todays_keys(flat: dict[str, Any]) -> dict[str, Any]:
