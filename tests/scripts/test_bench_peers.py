@@ -44,7 +44,9 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=[pytest.mark.slow] * (task == "mobilenet")) for task in TASKS]
+)
 def test_both_train_the_same_job(task, data, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "VAL_WINDOWS", 4)
     options = {**TASKS[task][1], "epochs": 2, **SIZES[task], "data": data, "cache": tmp_path}

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,6 +21,13 @@ def run_command(*words: str) -> Callable[[], int]:
     return lambda: command_line.run(list(words))
 
 
+def fork() -> int:
+    """As `os.fork`, without Python 3.12's warning that other threads may hold a lock."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 class Forked:
     """A process in a session of its own that calls `act`, whose result is its exit code."""
 
@@ -28,7 +36,7 @@ class Forked:
         self._ended = "", ""
         self._folder = Path(tempfile.mkdtemp())
         self._said = [self._folder / "out", self._folder / "err"]
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             code = 99
             try:

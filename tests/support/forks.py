@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from itertools import groupby, pairwise
 from multiprocessing import connection
 from pathlib import Path
@@ -53,7 +54,10 @@ class Forks:
     def _fork(self, session: pytest.Session, files: list[list[pytest.Item]], name: str) -> tuple[Any, int]:
         """Start a fork and return where it reports, and its process id."""
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 warns that other threads may hold a lock.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid:
             sender.close()
             return receiver, pid
