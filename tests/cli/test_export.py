@@ -281,7 +281,7 @@ class Net(torch.nn.Module):
 """
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+def test_what_cannot_be_exported_is_rejected_and_leaves_nothing(
     in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("branching.py").write_text(BRANCHES)

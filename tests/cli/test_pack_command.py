@@ -68,7 +68,7 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("pack --verify images --jpeg", "C011", "takes one pack and no other argument"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_what_makes_no_sense_is_rejected(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, code: str, says: str
 ):
     monkeypatch.chdir(tmp_path)

@@ -90,7 +90,7 @@ def test_the_exit_code_is_that_of_the_first_failure(in_tmp: Path, monkeypatch: p
     assert codes == [0, 2, 5, 2]
 
 
-def test_a_point_that_cannot_be_trained_is_refused_before_any_is(
+def test_a_point_that_cannot_be_trained_is_rejected_before_any_is(
     in_tmp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli(["train", "-m", *SMALL, "optimizer.lr=0.1,-1"]) == 2

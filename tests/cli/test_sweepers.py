@@ -72,7 +72,7 @@ def test_other_sweepers_are_told_nothing(told: list[str]) -> None:
         ("run={dir:here}", "run.dir"),
     ],
 )
-def test_what_no_sweep_can_do_is_refused_before_its_first_job(
+def test_what_no_sweep_can_do_is_rejected_before_its_first_job(
     words: str, key: str, told: list[str], in_tmp: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:

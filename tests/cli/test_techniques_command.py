@@ -81,7 +81,7 @@ def test_what_excludes_it_is_named(capsys: Capture) -> None:
         (["qwertz"], "C003", "Families: dataloader, "),
     ],
 )
-def test_a_wrong_name_is_refused(words: list[str], code: str, says: str, capsys: Capture) -> None:
+def test_a_wrong_name_is_rejected(words: list[str], code: str, says: str, capsys: Capture) -> None:
     assert run(["techniques", *words]) == 2
     err = capsys.readouterr().err
     assert f"error[{code}]" in err

@@ -128,7 +128,7 @@ def test_numbers_of_one_optimizer_do_not_leak_into_another() -> None:
     assert "nesterov" not in compose(["recipe=resnet_cifar", "optimizer=adamw"]).tree["optimizer"]
 
 
-def test_unknown_keys_stay_in_the_tree_for_validation_to_refuse() -> None:
+def test_unknown_keys_stay_in_the_tree_for_validation_to_reject() -> None:
     tree = compose(["+recpie=resnet_cifar", "+optimizer.lrr=1", "++model.foo=2", "optimzer.lr=3"]).tree
     assert tree["recpie"] == "resnet_cifar"
     assert tree["optimizer"]["lrr"] == 1

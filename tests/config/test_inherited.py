@@ -51,7 +51,7 @@ def test_only_what_the_new_target_takes_is_inherited(words: str, section: str, k
         ("optimizer=mine", "optimizer.betas"),
     ],
 )
-def test_what_the_user_wrote_is_still_refused(words: str, key: str, in_tmp: Path) -> None:
+def test_what_the_user_wrote_is_still_rejected(words: str, key: str, in_tmp: Path) -> None:
     Path("mine.yaml").write_text("optimizer:\n  amsgrad: true\n")
     Path("conf/optimizer").mkdir(parents=True)
     own = "defaults:\n  - adamw\n  - _self_\n\n_target_: torch.optim.SGD\nbetas: [0.9, 0.9]\n"

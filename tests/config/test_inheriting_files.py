@@ -101,7 +101,7 @@ def test_files_that_inherit_each_other_are_named(
         lineage(group, paths.recipe_file(option) or paths.options(group)[option])
 
 
-def test_options_that_choose_each_other_without_end_are_refused() -> None:
+def test_options_that_choose_each_other_without_end_are_rejected() -> None:
     write("conf/optimizer/a.yaml", "defaults:\n  - /model: a\n")
     write("conf/model/a.yaml", "defaults:\n  - /optimizer: a\n")
     assert refusal("optimizer=a").code == "C007"

@@ -163,7 +163,7 @@ def test_a_file_from_elsewhere_writes_into_its_own_folder(key: str, value: str) 
     check_reach(tree, lambda key: "config.yaml:3")
 
 
-def test_a_bomb_of_interpolations_is_refused(tmp_path: Path) -> None:
+def test_a_bomb_of_interpolations_is_rejected(tmp_path: Path) -> None:
     names = [f"v{level}" for level in range(40)]
     lines = [f"  {name}: '${{vars.{below}}}${{.{below}}}'" for below, name in itertools.pairwise(names)]
     file = tmp_path / "config.yaml"

@@ -82,7 +82,7 @@ def test_a_damaged_file_is_named(saved: Path, write: Any, name: str, damage: str
     assert name in str(caught.value) or name == "manifest.json"
 
 
-def test_a_pickled_object_is_refused_without_running_it(saved: Path, tmp_path: Path) -> None:
+def test_a_pickled_object_is_rejected_without_running_it(saved: Path, tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
             return (os.mkdir, (str(tmp_path / "ran"),))
@@ -131,7 +131,7 @@ def test_what_ranks_save_beside_tensors_is_kept(tmp_path: Path) -> None:
         pack({"a": [{"kind": tmp_path}]}, is_first=True)
 
 
-def test_a_tree_that_misleads_is_refused(saved: Path) -> None:
+def test_a_tree_that_misleads_is_rejected(saved: Path) -> None:
     """Changed, and its checksum with it."""
     folder = write_by_ranks(saved, 3, a_state())
     for tree in (
@@ -151,7 +151,7 @@ def test_what_the_manifest_does_not_name_is_not_read(saved: Path) -> None:
     assert same_bits(read_checkpoint(folder).model, a_state(1.0).model)
 
 
-def test_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+def test_a_compressed_file_is_rejected_before_it_fills_the_memory(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(1000)}, tmp_path / "plain.pt")
     bomb = tmp_path / "bomb.pt"
     packed = zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED)

@@ -38,14 +38,14 @@ def test_reads_what_users_write(text: str | float, value: float, unit: str) -> N
     "text",
     ["", "abc", "5x", "steps", "1e", "5 steps 3", "m", "30m1h", True, None, [5], "nan", "1.5steps", "½"],
 )
-def test_refuses_what_is_no_duration(text: object) -> None:
+def test_rejects_what_is_no_duration(text: object) -> None:
     with pytest.raises(ValueError, match="expected") as caught:
         Duration.parse(text)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["-1epochs", -3, "150%", float("nan"), float("inf"), "1e999steps"])
-def test_refuses_what_is_out_of_range(text: str | float) -> None:
+def test_rejects_what_is_out_of_range(text: str | float) -> None:
     with pytest.raises(DurationRangeError):
         Duration.parse(text, "steps")
 

@@ -89,7 +89,7 @@ def test_ranks_are_those_that_were_started(
         ({**ENGINE, "RANK": "8"}, "RANK=8: WORLD_SIZE is 8."),
     ],
 )
-def test_tasks_that_would_train_by_themselves_are_refused(
+def test_tasks_that_would_train_by_themselves_are_rejected(
     told: dict[str, str], says: str, variables: dict[str, str]
 ) -> None:
     variables.update(told)

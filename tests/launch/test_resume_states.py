@@ -297,7 +297,7 @@ def test_a_strangers_link_is_not_written_through(
     assert target.read_text() == "mine"
 
 
-def test_a_directory_in_use_is_refused(
+def test_a_directory_in_use_is_rejected(
     in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("a").mkdir()

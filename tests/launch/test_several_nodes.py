@@ -93,7 +93,7 @@ def test_a_folder_that_is_not_shared_is_named(in_tmp: Path) -> None:
         ("-m seed=1,2", {"PET_NNODES": "2"}, "error[C014]: -m: every rank would run the whole sweep"),
     ],
 )
-def test_machines_that_cannot_train_together_are_refused(
+def test_machines_that_cannot_train_together_are_rejected(
     words: str,
     told: dict[str, str],
     says: str,

@@ -324,7 +324,7 @@ def test_a_square_that_hides_everything_is_refused() -> None:
         "augment.brightness=true",
     ],
 )
-def test_what_makes_no_sense_is_refused(word: str, in_tmp: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_rejected(word: str, in_tmp: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("steps=2", word) == 2
     assert word.split("=")[0] in capsys.readouterr().err
 
