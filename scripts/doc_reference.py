@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from ptfast.cli.arguments import COMMON, Command, Flag  # noqa: E402
 from ptfast.cli.commands import COMMANDS  # noqa: E402
-from ptfast.config.checks.target_keywords import own_parameters  # noqa: E402
+from ptfast.config.checks.target_checks import own_parameters  # noqa: E402
 from ptfast.config.compose import compose  # noqa: E402
 from ptfast.config.editors.help import argument_docs, entries  # noqa: E402
 from ptfast.config.editors.json_schema import of_type  # noqa: E402

@@ -203,7 +203,7 @@ def _key_rows(section: Any, prefix: str = "") -> Iterator[str]:
 
 def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
     """Yield the keys of one option's target, with their defaults and meanings."""
-    from ptfast.config.checks.target_keywords import own_parameters
+    from ptfast.config.checks.target_checks import own_parameters
     from ptfast.config.compose import compose
     from ptfast.config.editors.help import argument_docs
     from ptfast.core.sections.targets import EMPTY, locate

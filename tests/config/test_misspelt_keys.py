@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ptfast.config.checks.target_keywords import own_parameters
+from ptfast.config.checks.target_checks import own_parameters
 from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.read import read_config

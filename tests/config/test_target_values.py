@@ -10,7 +10,7 @@ import torch
 from test_targets import HERE, checked, refused
 from torch import nn
 
-from ptfast.config.checks.target_keywords import check_target
+from ptfast.config.checks.target_checks import check_target
 from ptfast.core.durations import Duration
 from ptfast.core.sections.targets import Target
 

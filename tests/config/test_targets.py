@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 from torch import nn
 
-from ptfast.config.checks.target_keywords import (
+from ptfast.config.checks.target_checks import (
     check_target,
 )
 from ptfast.core.durations import Duration

@@ -10,7 +10,7 @@ from shown import PAGES
 
 from ptfast.cli.arguments import COMMON
 from ptfast.cli.commands import COMMANDS
-from ptfast.config.checks.target_keywords import own_parameters
+from ptfast.config.checks.target_checks import own_parameters
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, section_of
 from ptfast.core.protocols import TASKS

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from stand_ins import WITH
 
-from ptfast.config.checks.target_keywords import own_parameters
+from ptfast.config.checks.target_checks import own_parameters
 from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, section_of

@@ -15,7 +15,7 @@ from torchmetrics import ExplainedVariance, MetricCollection, R2Score
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score, MulticlassRecall
 
 from ptfast.cli.command_line import run
-from ptfast.config.checks.target_keywords import check_target
+from ptfast.config.checks.target_checks import check_target
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.run_directory import read_json

@@ -7,7 +7,7 @@ import torch
 from running import train
 from torch.optim import SGD, AdamW, lr_scheduler
 
-from ptfast.config.checks.target_keywords import check_target
+from ptfast.config.checks.target_checks import check_target
 from ptfast.config.files import paths
 from ptfast.config.read import read_config
 from ptfast.core.batch_plan import BatchPlan

@@ -11,7 +11,7 @@ from omegaconf.errors import GrammarParseError, InterpolationToMissingValueError
 from omegaconf.grammar_parser import parse
 from omegaconf.resolvers import oc
 
-from ptfast.config.checks.target_keywords import SECTIONS
+from ptfast.config.checks.target_checks import SECTIONS
 from ptfast.config.files import paths
 from ptfast.config.schema import VARIABLES, Config, flatten, lies_in, section_of
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, not_set, together

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ptfast.config.checks.data_sections import with_inherited
 from ptfast.config.checks.former_keys import drop_former
 from ptfast.config.checks.rules import across_keys
-from ptfast.config.checks.target_keywords import Locate, check_target
+from ptfast.config.checks.target_checks import Locate, check_target
 from ptfast.config.checks.trust import locate_trusted
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of

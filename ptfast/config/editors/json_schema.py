@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ConfigDict, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from ptfast.config.checks.target_keywords import own_parameters
+from ptfast.config.checks.target_checks import own_parameters
 from ptfast.config.editors.help import argument_docs, entries
 from ptfast.config.files.paths import PRESETS, SEVERAL, groups, options
 from ptfast.config.files.yaml_file import lineage

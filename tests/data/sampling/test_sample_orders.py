@@ -12,7 +12,7 @@ import torch
 from loaders import train_loader
 from torch.utils.data import TensorDataset
 
-from ptfast.config.checks.target_keywords import check_target
+from ptfast.config.checks.target_checks import check_target
 from ptfast.config.read import read_config
 from ptfast.core.durations import Duration
 from ptfast.core.errors import PtfastError
