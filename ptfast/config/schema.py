@@ -69,7 +69,7 @@ class Stop(Section):
     metric: str | None = None
     """The metric that `best` and `patience` follow; null for the task's own."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Direction in which the metric is better; `auto` goes by its name."""
+    """Whether lower or higher is better; `auto` goes by the metric's name."""
 
 
 class RunOptions(Section):
@@ -95,7 +95,7 @@ class Sweep(Section):
     metric: str = "auto"
     """The metric that ranks the runs, for example `val.loss`; `auto` for the metric of `best`."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Direction in which the metric is better; `auto` goes by its name."""
+    """Whether lower or higher is better; `auto` goes by the metric's name."""
     parallel: Count | OrAuto = 1
     """Runs at the same time, each on its own GPU if there are several; `auto` for one per GPU."""
 

@@ -25,7 +25,7 @@ class DataSection(TargetSection):
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"
     """Hold out a share of each class, random samples or whole groups; `auto` goes by the data."""
     group: str | None = None
-    """Groups that stay in one split: a column, an attribute of the dataset, or a pattern in file paths."""
+    """Keep groups of samples in one split: by a column, an attribute of the dataset, or a pattern in file paths."""
     folds: Annotated[int, Range(2)] | None = None
     """Parts for cross-validation, of which `fold` is held out in place of `val`."""
     fold: Natural | None = None
@@ -35,7 +35,7 @@ class DataSection(TargetSection):
     overfit: Count | None = None
     """Train and evaluate on only this many batches, not shuffled or augmented, to see the loss fall."""
     normalize: bool = True
-    """Bring inputs to mean 0 and standard deviation 1 of the training data."""
+    """Normalize inputs with the training data's mean and standard deviation."""
     collate: Target | None = None
     """Import path of a function that makes a batch of a list of samples; null for the dataset's own."""
     shuffle_buffer: Count | None = None

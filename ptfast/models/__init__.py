@@ -17,7 +17,7 @@ class Lora(Section):
     dropout: Fraction = 0.0
     """Probability of zeroing an input of the factors."""
     targets: str | tuple[str, ...] = "auto"
-    """Linear layers by name, the end of it, or a regular expression; `auto` for all below the last layer."""
+    """Linear layers by name, name suffix or regular expression; `auto` for all below the last layer."""
 
 
 class Model(TargetSection):

@@ -19,7 +19,7 @@ class TextEncoder(nn.Module):
     Args:
         vocab_size: number of token ids, filled from the data.
         num_classes: outputs, filled from the data.
-        pad_id: token id of padding, which is left out of everything; filled from the data.
+        pad_id: token id of padding, which is ignored everywhere; filled from the data.
         context_length: longest sequence in tokens, filled from the data; needed by blocks only.
         width: size of a token's vector.
         depth: number of transformer blocks.

@@ -1,4 +1,4 @@
-"""Models that compute their own loss, as those of transformers do when given labels."""
+"""Models that compute their own loss, such as transformers models given labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One class per token: cross entropy and accuracy over the tokens that count."""
+"""One class per token: cross entropy and accuracy over labeled tokens."""
 
 from __future__ import annotations
 
