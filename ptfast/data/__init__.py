@@ -25,7 +25,7 @@ class DataSection(TargetSection):
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"
     """Hold out a share of each class, random samples or whole groups; `auto` goes by the data."""
     group: str | None = None
-    """Keep groups of samples in one split: by a column, an attribute of the dataset, or a pattern in file paths."""
+    """Keep groups in one split: by a column, an attribute of the dataset, or a pattern in file paths."""
     folds: Annotated[int, Range(2)] | None = None
     """Parts for cross-validation, of which `fold` is held out in place of `val`."""
     fold: Natural | None = None
