@@ -1,4 +1,4 @@
-"""A run: its parts, its settings, and how it stands."""
+"""A training run: its parts, its settings, and its progress."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoopIntervals:
     """Steps that end an epoch, if a callback asks for them."""
 
     def next_stop(self, step: int, total_steps: int) -> int:
-        """The first step after `step` at which something is due."""
+        """Return the first step after `step` at which something is due."""
         all_steps = self.log_steps, self.eval_steps, self.save_steps, self.switch_steps, self.epoch_steps
         later = (steps[bisect_right(steps, step) :] for steps in all_steps)
         return min([total_steps, *(steps[0] for steps in later if steps)])
@@ -52,7 +52,7 @@ class LoopIntervals:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The settings of training, in steps and samples, from the config, the data and the task."""
+    """The training settings in steps and samples, derived from the config, the data and the task."""
 
     seed: int
     total_steps: int
@@ -60,10 +60,10 @@ class RunPlan:
     best_metric: str
     """The metric that ranks evaluations, as `stop.metric` writes it."""
     followed: tuple[str, str]
-    """Its split and its name."""
+    """The split and the name of that metric."""
     best_mode: str
     batch_size: int
-    """Samples of an optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks."""
     max_time_s: float | None
     stop: Stop
     saving: Saving
@@ -71,16 +71,15 @@ class RunPlan:
     debug: str
     log_norm: bool
     freezes_statistics: bool
-    """BatchNorm in frozen layers keeps its running statistics."""
+    """Whether BatchNorm in frozen layers keeps its running statistics."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Run:
-    """Everything the loop needs: parts, the plan, and how far training is.
+    """Everything the loop needs: the parts, the plan and the progress.
 
-    The stages that `ptfast.training.build.build` walks set the attributes without a default. Callbacks may
-    read all of them and set those that are no part of `plan`. For example, `stop_signal` ends training after
-    the step.
+    The stages of `ptfast.training.build.build` set the attributes without a default. Callbacks may read all
+    attributes, and set those outside `plan`. For example, `stop_signal` ends training after the step.
     """
 
     folder: Path
@@ -90,12 +89,12 @@ class Run:
     display: Display = field(default_factory=Display)
     logger: Logger = field(default_factory=Logger)
     choices: AutoChoices = field(default_factory=AutoChoices)
-    """What each `auto` became; each stage adds its own."""
+    """The value chosen for each `auto`; each stage adds its own."""
 
     model: nn.Module = field(init=False)
     """The plain model; its parameter names are the saved ones."""
     forward: Any = None
-    """The model as the loop calls it: wrapped for its ranks if there are several."""
+    """The model that the loop calls: wrapped if there are several ranks."""
     wrap: Callable[[], Any] = field(init=False)
     """Builds `forward`; called again when parameters freeze or thaw, which wrappers do not notice."""
     task: Task = field(init=False)
@@ -113,9 +112,9 @@ class Run:
     eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
     """By split."""
     unreadable: Callable[[], list[str]] | None = None
-    """Names the files left out so far; None if an unreadable file ends the run."""
+    """Returns the names of the files skipped so far; None if an unreadable file ends the run."""
     seed_step: Callable[[int, int], None] = field(init=False)
-    """Seeds dropout and the like from the run's seed, the step, and the micro-batch."""
+    """Seeds dropout and other random operations from the run's seed, the step, and the micro-batch."""
     callbacks: list[Callback] = field(default_factory=list)
     debug_aids: list[Callback] = field(default_factory=list)
     """Called after the callbacks' `on_step`, and never saved."""
@@ -124,28 +123,28 @@ class Run:
     counter: Any = None
     """Counts the operators of a step (`ptfast.profiling.operator_counting.StepCounter`)."""
     flush: Callable[[], None] = lambda: None
-    """Reads and logs training metrics that are still being copied from the device; N001 as the loop does."""
+    """Reads and logs training metrics still being copied from the device; raises N001 like the loop."""
     remedy: Callable[[], str | None] = lambda: None
-    """Suggests what makes the model fit the data, for when its first forward pass fails."""
+    """Suggests how to make the model fit the data, after its first forward pass has failed."""
     data_note: str = ""
     """The data in one line, for the panel."""
 
     evaluation: Eval = field(init=False)
     plan: RunPlan = field(init=False)
     stateful: dict[str, Stateful] = field(init=False)
-    """The parts of checkpoints besides the weights, by name."""
+    """The parts saved in checkpoints besides the weights, by name."""
     checkpointer: Any = field(init=False)
     """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`); its `writer` writes files."""
 
     progress: Progress = field(default_factory=Progress)
     """Saved with the weights."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The newest metrics of each split."""
+    """The latest metrics of each split."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     outputs_checked: bool = False
-    """The outputs of an evaluation were looked at, once a process."""
+    """Whether this process has checked the outputs of an evaluation."""
     slow_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Ranks that the others wait for: since which `step`, in which `cause`, how much `slower` steps are."""
+    """Ranks that the others wait for: the first such `step`, the `cause`, and how much `slower` steps are."""
     resumed_note: str = ""
     """Notes on resuming, for the panel."""
     stop_reason: str | None = None
@@ -153,9 +152,9 @@ class Run:
     stop_signal: int | None = None
     """Set by a signal handler; the loop ends after the current step."""
     num_batches: int = 0
-    """Batches received so far, of training and evaluation: this number stands still in a run that hangs."""
+    """Batches received so far in training and evaluation; a hanging run receives none."""
     waits: Literal["alone", "together"] | None = None
-    """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""
+    """Set while waiting for data: a signal ends the wait of this rank `alone`, or of all ranks `together`."""
 
     @property
     def total_steps(self) -> int:
@@ -175,7 +174,7 @@ class Run:
 
     @property
     def micro_batches(self) -> int:
-        """Parts of a step's batch, over all ranks."""
+        """Micro-batches per step, over all ranks."""
         return self.choices.get("micro_batches")
 
     @property
@@ -185,16 +184,16 @@ class Run:
 
     @property
     def evaluated_weights(self) -> dict[str, str]:
-        """Whose weights metrics of evaluations are of, as `weights`; empty if the run averages none."""
+        """The weights that evaluations use, under the key `weights`; empty if the run averages none."""
         return {} if self.ema is None else {"weights": "averaged" if self.ema.ready else "last"}
 
     @property
     def sharded(self) -> bool:
-        """True if each rank has a part of the weights: all ranks then have to join in using the model."""
+        """True if each rank has a shard of the weights: all ranks must then call the model together."""
         return getattr(self.forward, "sharded", False)
 
     def uncompiled(self) -> AbstractContextManager[Any]:
-        """A context in which the model runs as it was written, for forward passes that train nothing."""
+        """Return a context in which the model runs uncompiled, for forward passes outside training."""
         if self.compilation is None:
             return nullcontext()
         import torch
@@ -202,7 +201,7 @@ class Run:
         return torch.compiler.set_stance("force_eager")
 
     def call_back(self, hook: str, *facts: Any) -> None:
-        """Call the method `hook` of its callbacks."""
+        """Call the method `hook` of the callbacks that have it."""
         if methods := hooks(self.callbacks, hook):
             self.clock.to("callbacks")
             for method in methods:
@@ -210,6 +209,6 @@ class Run:
             self.clock.to(None)
 
     def close(self) -> None:
-        """Stop the processes that load its data."""
+        """Stop the processes that load the data."""
         for loader in (self.train_loader, *self.eval_loaders.values()):
             loader.close()

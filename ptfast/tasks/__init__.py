@@ -1,4 +1,4 @@
-"""Tasks: the meaning of a batch and of its loss, a class each, built by name or import path."""
+"""Tasks: classes that define the loss and the metrics of a batch, built by name or import path."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ptfast.core.sections.section import Section
 
 
 class TaskSection(Section):
-    """The meaning of a batch and of its loss: a name or import path, and the task's keywords."""
+    """The task, which defines the loss and the metrics: a name or import path, and its keywords."""
 
     name: str = "auto"
     """A built-in task, `auto` to choose by the data, or the import path of your own."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keywords of the task's constructor, some of them targets to build."""
+    """Keywords of the task's constructor; targets among them are built."""
 
 
 def build_task(name: str, info: DataInfo, **options: Any) -> Task:
     """Construct the task of a run.
 
     Args:
-        name: a key of `TASKS`, `auto` for what the data is for, or the import path of a class that fulfils
+        name: a key of `TASKS`, `auto` for the data's own task, or the import path of a class that implements
             `Task`, constructed with `info` and the options.
         options: keywords of the task's constructor, such as `label_smoothing`, or `loss`, a function of
             outputs and targets.
 
     Raises:
-        ConfigError: no such task (C003), one that cannot be imported or is none (C009), or an unknown option
-            (C002).
+        ConfigError: unknown task (C003), a class that cannot be imported or is not a task (C009), or an
+            unknown option (C002).
     """
     chosen = info.task if name == "auto" else name
     factory = _find(name, chosen)
@@ -58,10 +58,10 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
 
 
 def collate_of(name: str) -> Callable[[list[Any]], Any] | None:
-    """The static method `collate` of a user's task, which makes a batch of samples; None without one.
+    """Return the static method `collate` of a user's task, which batches samples; None without one.
 
     Raises:
-        ConfigError: C017 if it is a method of another kind.
+        ConfigError: C017 if it is an instance method.
     """
     factory = _find(name, name) if "." in name else None
     collate = getattr(factory, "collate", None)

@@ -1,4 +1,4 @@
-"""Metrics that a config adds to those of its task: any of torchmetrics, or of the user's, by import path."""
+"""Metrics that a config adds to those of its task: from torchmetrics or the user's code, by import path."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class MetricTable(NamedTuple):
     """The value of a metric that is not a single number, such as a matrix or a curve."""
 
     kind: str
-    """Class of the metric."""
+    """Name of the metric's class."""
     value: Any
-    """A tensor, or a nest of such."""
+    """A tensor, or a nested structure of tensors."""
 
 
 class Added:
-    """The metrics of a task, and others next to them.
+    """The metrics of a task, combined with added ones.
 
     Args:
         added: metrics and collections of metrics, by the key of the config.
-        labels: whether targets are 0/1 labels, which metrics take only as whole numbers.
+        labels: whether targets are 0/1 labels, which metrics accept only as integers.
     """
 
     def __init__(self, own: Metrics, added: Mapping[str, Any], *, labels: bool = False) -> None:
         self._own, self._added, self._labels = own, added, labels
         self.kinds: dict[str, dict[str, str]] = {}
-        """By the key of each added metric, its values by name and the class that gives each."""
+        """For each added metric, by its key: the name of each value, and the class that computes it."""
         for name, metric in added.items():
             parts = metric.items() if hasattr(metric, "items") else [(name, metric)]
             self.kinds[name] = {each: type(part).__name__ for each, part in parts}
@@ -54,7 +54,7 @@ class Added:
         return Added(self._own.to(device), added, labels=self._labels)
 
     def modules(self) -> Iterator[Any]:
-        """Those of torchmetrics."""
+        """Yield the modules of torchmetrics."""
         for metric in (self._own, *self._added.values()):
             yield from getattr(metric, "modules", tuple)()
 
@@ -62,7 +62,7 @@ class Added:
         """Add a batch.
 
         Raises:
-            ConfigError: C017 for an added metric that does not take it.
+            ConfigError: C017 if an added metric does not accept it.
         """
         update_metrics(self._own, *given, **named)
         as_metrics_take = _laid_out(*given, labels=self._labels) if len(given) == 2 else given
@@ -73,7 +73,7 @@ class Added:
                 raise _failure(name, metric, "update", error, as_metrics_take) from error
 
     def compute(self) -> dict[str, Any]:
-        """The values of all: a number each, or a `MetricTable`."""
+        """Return the values of all metrics: a number or a `MetricTable` each."""
         values = with_tables(self._own)
         for name, metric in self._added.items():
             try:
@@ -87,7 +87,7 @@ class Added:
 
 
 def with_tables(metrics: Metrics) -> dict[str, Any]:
-    """What `metrics` give: a number or a `MetricTable` each; C017 for anything without numbers."""
+    """Return the values of `metrics`: a number or a `MetricTable` each; C017 if a value has no numbers."""
     given, kinds = dict(metrics.compute()), dict(getattr(metrics, "items", dict)())
     for name, value in given.items():
         kind = type(kinds.get(name, metrics)).__name__
@@ -111,10 +111,10 @@ def write_tables(
     tables: Mapping[str, MetricTable],
     class_names: Sequence[str] | None,
 ) -> None:
-    """Write RUN_DIR/metrics/<split>.json in place of that of an earlier step; report.html shows it.
+    """Write RUN_DIR/metrics/<split>.json for report.html, replacing the file of an earlier step.
 
     Raises:
-        MachineError: E001 when it cannot be written.
+        MachineError: E001 if it cannot be written.
     """
     folder = run_dir / run_directory.METRICS
     run_directory.create_folder(folder)
@@ -124,7 +124,7 @@ def write_tables(
 
 
 def as_lists(value: Any) -> Any:
-    """The value of a table as lists of numbers."""
+    """Return the value of a table as nested lists of numbers."""
     if isinstance(value, (list, tuple)):
         return [as_lists(item) for item in value]
     if isinstance(value, dict):
@@ -133,7 +133,7 @@ def as_lists(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a single real number, of Python, NumPy or torch."""
+    """Return True for a single real number from Python, NumPy or torch."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -143,7 +143,7 @@ def is_number(value: Any) -> bool:
 
 
 def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Task:
-    """Give `task` the metrics of the config next to its own, with unset keywords filled from the data."""
+    """Add the config's metrics to those of `task`, with unset keywords filled from the data."""
     if not targets:
         return task
     facts = {
@@ -178,9 +178,9 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
 
 
 class _OfFunction(Ratios):
-    """A function of outputs and targets as a metric.
+    """A metric computed by a function of outputs and targets.
 
-    The function may return a dividend and a divisor, a value for each sample, or the mean of a batch.
+    The function may return a numerator and a denominator, a value per sample, or the mean of a batch.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -199,7 +199,7 @@ class _OfFunction(Ratios):
 
 
 def _laid_out(outputs: Any, targets: Any, *, labels: bool) -> tuple[Any, Any]:
-    """Outputs, in float32 at least, in the shape that metrics compare with `targets`: (samples, classes)."""
+    """Return outputs in at least float32, and both in the shapes that metrics compare: (samples, classes)."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return outputs, targets
     if outputs.is_floating_point():

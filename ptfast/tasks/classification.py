@@ -14,9 +14,9 @@ from ptfast.tasks.supervised import names_of_classes
 
 
 class Classification(CrossEntropyTask):
-    """Cross entropy between logits (batch, num_classes) and class indices (batch,), of which -100 is ignored.
+    """Cross entropy between logits (batch, num_classes) and class indices (batch,), ignoring -100.
 
-    The metrics are the accuracy, and from 100 classes on the top-5 accuracy.
+    The metrics are accuracy and, for 100 classes or more, top-5 accuracy.
     """
 
     metric = "accuracy"
@@ -28,7 +28,7 @@ class Classification(CrossEntropyTask):
         return Ratios(**self.ratios, **top5)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """The likeliest class of each input with its probability, and the five likeliest."""
+        """Return the most likely class of each input with its probability, and the five most likely."""
         probabilities = self.forward(model, inputs).float().softmax(dim=-1)
         values, indices = probabilities.topk(min(5, self.num_classes), dim=-1)
         class_names = names_of_classes(self.info)

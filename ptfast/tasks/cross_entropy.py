@@ -1,4 +1,4 @@
-"""Cross entropy over classes, which may have weights, label smoothing and a focus on hard targets."""
+"""Cross entropy over classes, optionally with class weights, label smoothing or focal loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ptfast.tasks.loss_functions import LossFunction, target_weights
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 Weights = list[NotNegative] | dict[str, NotNegative]
-"""A weight for each class in the order of the classes, or by name; classes that are not named weigh 1."""
+"""A weight for each class, in class order or by name; classes not named have weight 1."""
 
 
 class CrossEntropyTask(SupervisedTask):
-    """The base of tasks with a class for each target.
+    """The base class of tasks with one class per target.
 
-    The mean loss divides by the weights of the targets that count, as torch's does for a batch in one piece.
+    The mean loss divides by the total weight of all targets not ignored, like torch's loss of a whole batch.
     """
 
     needs_classes = True
@@ -74,7 +74,7 @@ class CrossEntropyTask(SupervisedTask):
             self.counts_samples = False
 
     def num_items(self, targets: Tensor) -> Any:
-        # Rows of floats are the share of each class.
+        # Rows of floats are class probabilities.
         if self.counts_samples or (targets.dim() == 2 and targets.is_floating_point()):
             return targets.shape[0]
         return target_weights(targets, self.class_weights, self.ignore_index).sum()
@@ -90,7 +90,7 @@ class CrossEntropyTask(SupervisedTask):
         return self.cross_entropy(outputs, targets, reduction="sum")
 
     def cross_entropy(self, outputs: Any, targets: Tensor, reduction: str = "none", **how: Any) -> Tensor:
-        """As torch's function, of what `aligned` gives, with the task's weights, `ignore_index` and focus."""
+        """Return torch's cross entropy of aligned outputs, with class weights, ignored index and focus."""
         outputs, targets = self.aligned(outputs, targets)
         weight, how = self.class_weights, {"ignore_index": self.ignore_index, **how}
         if weight is not None:
@@ -103,7 +103,7 @@ class CrossEntropyTask(SupervisedTask):
         return losses.sum() if reduction == "sum" else losses
 
     def distilled(self, loss: Any, taught: Any, model: Any, data: Any) -> tuple[Tensor, Any]:
-        """The task's `loss`, with that against a teacher's outputs: Hinton et al. 2015, arXiv:1503.02531."""
+        """Add the loss against a teacher's outputs to `loss`: Hinton et al. 2015, arXiv:1503.02531."""
         outputs, learned = self.forward(model, data[0]), taught(data[0])
         total, num_items = loss(lambda *_, **__: outputs, data)
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
@@ -120,19 +120,19 @@ class CrossEntropyTask(SupervisedTask):
 
 
 def focus(losses: Tensor, gamma: float) -> Tensor:
-    """(1 - p) ** gamma for losses -log(p): the focal loss of Lin et al. 2017, arXiv:1708.02002."""
+    """Return (1 - p) ** gamma for losses -log(p): the focal loss of Lin et al. 2017, arXiv:1708.02002."""
     return (-torch.expm1(-losses)).clamp_min(1e-12) ** gamma  # at 0 the gradient may not be finite
 
 
 def check_own_loss(loss: LossFunction | None, **options: Any) -> None:
-    """Reject options of a task's own loss where `task.loss` replaces it (C011)."""
+    """Reject options of the task's own loss if `task.loss` replaces it (C011)."""
     for name, value in options.items():
         if loss is not None and value:
             raise ConfigError("C011", "changes the loss that task.loss replaces", key=f"task.{name}")
 
 
 def read_weights(given: Any, info: DataInfo, key: str) -> Any:
-    """The weight of each class, float32; C005 if they do not fit. None and `balanced` stay as they are."""
+    """Return the weight of each class, float32; C005 if invalid. None and `balanced` are unchanged."""
     if given is None or isinstance(given, str):
         return given
     names, weights = names_of_classes(info), given
@@ -157,10 +157,10 @@ def read_weights(given: Any, info: DataInfo, key: str) -> Any:
 
 
 def balanced_weights(source: MapSource, num_classes: int, ignore_index: int) -> list[float]:
-    """Weights by which each class counts the same: n / (k * n_c) if n_c of n targets are of one of k classes.
+    """Return weights that balance the classes: n / (k * n_c) for n_c of n targets in one of k classes.
 
-    A class that does not occur weighs 0 and is not one of the k. Cost: where labels are not known, each
-    sample is read once. Source: King and Zeng 2001, as scikit-learn's `compute_class_weight`.
+    A class without targets gets weight 0 and is not one of the k. Cost: if labels are not known, each sample
+    is read once. Source: King and Zeng 2001, as in scikit-learn's `compute_class_weight`.
     """
     counts, known = torch.zeros(num_classes, dtype=torch.float64), source.known_labels()
     parts = np.array_split(np.arange(len(source)), -(-len(source) // 256))

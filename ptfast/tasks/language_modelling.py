@@ -1,4 +1,4 @@
-"""The next token at each position: cross entropy, perplexity and bits per byte."""
+"""Language modeling: cross entropy of the next token, perplexity and bits per byte."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.token_classification import TokenClassification
 
 FEWEST_TOKENS, MOST_TOKENS = 64, 1024
-"""Limits of a chunk. Between them it has as many tokens as the layer has inputs, so that its logits are as
-large as the weights."""
+"""Limits of a chunk's size. Between them, a chunk has as many tokens as the layer has inputs, so its logits
+are as large as the weights."""
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The cross entropy of `hidden @ weight.T` against `targets`, summed over the tokens that count.
+    """The cross entropy of `hidden @ weight.T` against `targets`, summed over the tokens not ignored.
 
-    Forward takes the gradients of each chunk with its loss, so that its logits can be dropped at once. Loss
-    and gradients are summed over the chunks in float32; products are in the type of `hidden`. Shapes are
+    Forward computes the gradients of each chunk with its loss, so its logits are freed at once. Loss and
+    gradients are summed over the chunks in float32; matrix products use the dtype of `hidden`. Shapes are
     (tokens, width), (classes, width) and (tokens,); the loss is 0-d, in float32 or wider.
 
-    Cost: the three products of the plain way, and the weights' size in float32.
+    Cost: the three matrix products of the usual computation, and a float32 buffer of the weights' size.
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """
 
@@ -62,7 +62,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 MAX_EXPONENT = 700.0
-"""The exponential of more overflows."""
+"""Above about this exponent, `math.exp` overflows."""
 
 
 class LanguageModelling(TokenClassification):
@@ -94,7 +94,7 @@ class LanguageModelling(TokenClassification):
         return ChunkedCrossEntropy.apply(hidden, weight, targets.flatten())  # pyright: ignore[reportReturnType]
 
     def log_values(self, loss: float, values: dict[str, float]) -> dict[str, float]:
-        """Adds the perplexity, and bits per byte of text where the data says how long its tokens are."""
+        """Add the perplexity, and bits per byte or per character if the data allows it."""
         found = {"loss": loss, **values, "perplexity": math.exp(min(loss, MAX_EXPONENT))}
         bits_per_token = loss / math.log(2)
         if self.info.extra.get("tokenizer", {}).get("kind") == "characters":

@@ -1,4 +1,4 @@
-"""Loss functions of the config, as sums over items and the count or weight that a sum is divided by."""
+"""Adapt the config's loss functions: return a sum over items, and the count or weight to divide it by."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ptfast.core.errors import ConfigError, described, name_of
 from ptfast.core.protocols import IGNORE_INDEX
 
 LossFunction = Callable[[Tensor, Tensor], Any]
-"""Of outputs and targets: gives their mean loss, the loss of each sample or element, or `(sum, weight)`."""
+"""Takes outputs and targets; returns the mean loss, a loss per sample or element, or `(sum, weight)`."""
 CLASS_LOSSES = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}
-"""Losses of torch whose mean divides by the class weights of the targets that are not ignored."""
+"""Torch losses whose mean divides by the class weights of the targets that are not ignored."""
 ELEMENT_WEIGHTS = {"l1_loss", "mse_loss", "huber_loss"}
-"""Functions whose `weight` is one for each element, so that their mean divides by its sum."""
+"""Functions with a `weight` per element, whose mean divides by the sum of the weights."""
 KEY = "task.loss._target_"
 FEW_SAMPLES, FEW_NUMBERS = 64, 2**22
-"""The most samples, and numbers in their outputs, that the mean of a user's loss is checked with."""
+"""Maximum number of samples, and of values in their outputs, for checking the mean of a user's loss."""
 CLOSE = 1e-3
 """Relative difference that rounding cannot explain."""
 
 
 class UserLoss:
-    """A function of a user's. Its first value shows what it returns, which must stay the same."""
+    """A user's loss function. Its first result shows the kind of value it returns, which must not change."""
 
     def __init__(self, loss: LossFunction, task: Any) -> None:
         self._loss, self._task, self._items_of = loss, task, task.num_items
@@ -41,7 +41,7 @@ class UserLoss:
         """`mean`, `elements` (the loss of each target), `samples` or `pair` (sum and weight)."""
 
     def num_items(self, targets: Tensor) -> Any:
-        """What the sum over `targets` is divided by; None if only the function knows it."""
+        """Return the divisor of the sum over `targets`; None if only the function knows it."""
         if self.returns == "pair":
             return None
         return len(targets) if self.returns == "samples" else self._items_of(targets)
@@ -50,7 +50,7 @@ class UserLoss:
         return self.sums(outputs, targets)[0]
 
     def sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
-        """Sum of the losses of the items, and their number or weight."""
+        """Return the sum of the item losses, and the items' number or weight."""
         value = self._call(outputs, targets)
         if isinstance(value, tuple):
             total, weight = value
@@ -64,7 +64,7 @@ class UserLoss:
         return value.sum() if scale is None else value.sum() * scale, num_items
 
     def of_samples(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Each sample's part of the sum, (batch,); vectorized if the function returns one number."""
+        """Return each sample's part of the sum, (batch,); vectorized if the function returns one number."""
         value = self._call(outputs, targets) if self.returns not in ("mean", "pair") else None
         if not isinstance(value, Tensor) or not value.dim():
             return self._task.losses_one_by_one(outputs, targets)
@@ -94,10 +94,10 @@ class UserLoss:
 
     @torch.no_grad()
     def difference_of_parts(self, outputs: Any, targets: Any) -> str | None:
-        """Say by how much the loss of a batch differs from the mean of its parts; None if it does not.
+        """Describe how far the loss of a batch is from the mean over its parts; None if they agree.
 
-        The batch is some samples of this one and half of them again with other targets, so that its parts
-        contain different samples. Cost: four calls of the loss; the host waits for the device.
+        The batch has some samples of this one, and half of them again with other targets, so that its parts
+        differ. Cost: four calls of the loss; the host waits for the device.
         """
         if self.returns != "mean":
             return None
@@ -113,12 +113,12 @@ class UserLoss:
         try:
             loss = copy.deepcopy(self._loss)
             with torch.random.fork_rng([outputs.device] if outputs.is_cuda else []):
-                # In-place changes must not reach what the step goes on with.
+                # In-place changes must not affect the tensors of the step.
                 value, again, *means = (
                     float(loss(*(t.clone() for t in part))) for part in (whole, whole, *parts)
                 )
         except Exception:
-            return None  # it takes other batches only
+            return None  # it does not accept this batch
         first, second = (float(self._items_of(part[1])) for part in parts)
         mean = (means[0] * first + means[1] * second) / max(first + second, 1)
         # A loss that draws random numbers cannot be compared.
@@ -127,7 +127,7 @@ class UserLoss:
         return f"the loss of a batch is not the mean over its parts ({value:.4g} for {mean:.4g})"
 
     def _others(self, targets: Tensor) -> Tensor:
-        """Other targets of the same kind, those that do not count in their places."""
+        """Return other targets of the same kind; ignored ones are unchanged."""
         if targets.is_floating_point():
             return targets.flip(0)
         num_classes = self._task.num_classes if self._task.class_dim else 2
@@ -135,13 +135,13 @@ class UserLoss:
 
 
 class TorchLoss(UserLoss):
-    """A loss of torch, whose arguments say exactly what its mean divides by.
+    """A torch loss, whose arguments determine the divisor of its mean.
 
     Args:
         loss: reduces to a mean or a sum.
-        each: the same, without a reduction.
-        arguments: of both; their tensors are on the device of the targets.
-        by_class: targets are classes, which may have weights.
+        each: the same loss without a reduction.
+        arguments: the arguments of both; tensors are on the device of the targets.
+        by_class: whether targets are classes, which may have weights.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TorchLoss(UserLoss):
     def num_items(self, targets: Tensor) -> Any:
         if not self._selects:
             return self._items_of(targets)
-        if targets.is_floating_point():  # (batch, classes, ...): the share of each class
+        if targets.is_floating_point():  # (batch, classes, ...): class probabilities
             return targets[:, 0].numel()
         return target_weights(targets, self._weight, self._ignored).sum()
 
@@ -182,7 +182,7 @@ class TorchLoss(UserLoss):
 
 
 def target_weights(targets: Tensor, weight: Tensor | None, ignored: int | None) -> Tensor:
-    """What each class in `targets` counts in torch's mean: its weight (default 1), or 0 if it is ignored."""
+    """Return the weight of each target in torch's mean: that of its class (default 1), or 0 if ignored."""
     counted = targets.long() != ignored
     if weight is None:
         return counted
@@ -191,17 +191,17 @@ def target_weights(targets: Tensor, weight: Tensor | None, ignored: int | None) 
 
 
 def times(mean: Tensor, num_items: Any) -> Tensor:
-    """The sum of `num_items` losses of this mean; 0, not NaN, without items."""
+    """Return the sum of `num_items` losses with this mean; without items 0, not NaN."""
     if isinstance(num_items, int):
         return mean * num_items
     return (mean * num_items).where(num_items > 0, 0.0)
 
 
 def adapt_loss(loss: Any, task: Any) -> UserLoss:
-    """What a `loss` of outputs and targets adds to the sums of `task`, which may then count otherwise.
+    """Adapt `loss`, a function of outputs and targets, to `task`; this may change the items it counts.
 
     Raises:
-        ConfigError: C017 for a `loss` of other arguments, and later for one that returns something else.
+        ConfigError: C017 for a `loss` with other arguments, and later for an unexpected result.
     """
     with contextlib.suppress(ValueError):  # it has no signature
         try:
@@ -227,7 +227,7 @@ def adapt_loss(loss: Any, task: Any) -> UserLoss:
         parameters = inspect.signature(function).parameters
         arguments = {key: parameter.default for key, parameter in parameters.items()} | given
         each = functools.partial(function, **{**given, "reduction": "none"})
-    # The old keywords `reduce` and `size_average` go before the reduction.
+    # The old keywords `reduce` and `size_average` override `reduction`.
     old = arguments.get("reduce") is not None or arguments.get("size_average") is not None
     if old or arguments.get("reduction") not in ("mean", "batchmean", "sum"):
         return UserLoss(loss, task)

@@ -14,11 +14,11 @@ from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
 class ModelLossTask(SupervisedTask):
-    """Calls the model with `labels` and takes the mean loss it returns times the items that count.
+    """Calls the model with `labels`, and multiplies the mean loss it returns by the number of items.
 
-    A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
-    inputs are such a mapping without labels, token ids, or images. Integer labels of two dimensions are one
-    per token. Labels of -100 do not count. For language modeling the model shifts them by one.
+    A batch is a mapping of the model's keywords including `labels`, or `(inputs, targets)`, where inputs are
+    such a mapping without labels, token ids, or images. Two-dimensional integer labels are per token. Labels
+    of -100 are ignored. For language modeling the model shifts labels by one.
 
     Args:
         by_position: pass inputs as the first argument, not by the keywords of transformers' models.
@@ -47,14 +47,14 @@ class ModelLossTask(SupervisedTask):
         return self.num_items(labels)
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
-        """The model's mean loss times the number of items, and that number. Without items the sum is 0."""
+        """Return the model's mean loss times the number of items, or 0 without items; and that number."""
         return self._run(model, data)[2:]
 
     def outputs_of(self, given: Any) -> Any:
         return given
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
-        """Describe what a model should return, where `outputs` are not it."""
+        """Describe the outputs that the model should return; None if `outputs` fit."""
         wanted = ["loss", "logits"] if self.info.task == "classification" else ["loss"]
         try:
             fits = all(isinstance(_get(outputs, name), Tensor) for name in wanted)
@@ -69,7 +69,7 @@ class ModelLossTask(SupervisedTask):
         return loss, num_items
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """The likeliest class of each input with its probability, or the model's plain outputs."""
+        """Return the most likely class of each input with its probability, or the model's logits."""
         output = model(inputs) if self.by_position else model(**self._keywords(inputs))
         if isinstance(output, Tensor):
             output = {"logits": output}
@@ -82,7 +82,7 @@ class ModelLossTask(SupervisedTask):
         return [{"class": names[index], "probability": value} for index, value in pairs]
 
     def _run(self, model: nn.Module, data: Any) -> tuple[Any, Tensor, Tensor, int | Tensor]:
-        """The model's output for a batch, the labels, the sum of the losses and the number of items."""
+        """Return the model's output for a batch, the labels, the sum of the losses and the item count."""
         if isinstance(data, Mapping):
             output, labels = model(**data), data["labels"]
         else:
@@ -103,7 +103,7 @@ class ModelLossTask(SupervisedTask):
 
 
 def _get(output: Any, name: str) -> Tensor:
-    """A field of a model's output, which is a mapping, an object, or a tuple of (loss, logits)."""
+    """Return a field of a model's output, which is a mapping, an object, or a tuple of (loss, logits)."""
     if isinstance(output, Mapping):
         return output[name]
     if isinstance(output, tuple) and not hasattr(output, name):

@@ -65,7 +65,7 @@ class MultiLabel(SupervisedTask):
         return losses * focus(losses_of(), self.focal_gamma) if self.focal_gamma else losses
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """The classes of each input that are likelier than not, and every class's probability."""
+        """Return the classes of each input with a probability above 0.5, and all class probabilities."""
         class_names = names_of_classes(self.info)
         records: list[dict[str, Any]] = []
         for row in self.forward(model, inputs).float().sigmoid().tolist():

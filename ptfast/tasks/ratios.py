@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 RatioTerms = tuple[Tensor, Tensor | int]
-"""A batch's part of the dividend and of the divisor of a ratio."""
+"""A batch's terms in the numerator and the denominator of a ratio."""
 
 
 class DeviceSums:
-    """Sums of one evaluation that stay on the device, so that no batch makes the host wait.
+    """Sums of one evaluation, kept on the device so that the host waits for no batch.
 
     They are exact for whole numbers up to 2**53.
     """
@@ -28,7 +28,7 @@ class DeviceSums:
     def __init__(self, names: Iterable[str], *shape: int) -> None:
         self._names = tuple(names)
         self.sums = torch.zeros(shape, dtype=devices.sum_dtype(torch.device("cpu")))
-        """Of this rank so far."""
+        """The sums of this rank so far."""
 
     def to(self, device: Any) -> Self:
         """Keep the sums on `device`; call it before the first batch."""
@@ -40,7 +40,7 @@ class DeviceSums:
         return self._names
 
     def over_ranks(self) -> Tensor:
-        """The sums of all ranks; waits for them."""
+        """Return the sums over all ranks; waits for them."""
         sums = self.sums.clone()
         if sums.numel() and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums)
@@ -48,10 +48,10 @@ class DeviceSums:
 
 
 class Ratios(DeviceSums):
-    """Metrics of one evaluation, each the sum of something divided by the sum of something else.
+    """Metrics of one evaluation, each a ratio of two sums.
 
     torchmetrics does this and more, but takes two to four seconds to import; a task may return its metrics
-    instead. `ratios` say what outputs and targets of a batch add to each.
+    instead. The functions in `ratios` compute the terms of a metric from a batch's outputs and targets.
     """
 
     def __init__(self, **ratios: Callable[[Tensor, Tensor], RatioTerms]) -> None:
@@ -64,16 +64,16 @@ class Ratios(DeviceSums):
                 place += part
 
     def compute(self) -> dict[str, Tensor]:
-        """The metrics over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
+        """Return the metrics over all batches of all ranks, 0-d; 0 without items. Waits for all ranks."""
         dividends, divisors = self.over_ranks().unbind(1)
         values = torch.where(divisors > 0, dividends / divisors, 0.0)
         return dict(zip(self._ratios, values, strict=True))
 
 
 def update_metrics(metrics: Any, *given: Any, **named: Any) -> None:
-    """Update any metrics, in float64 if outputs and targets are numbers: squares of large ones need it.
+    """Update any metrics, in float64 if outputs and targets are floats: squares of large values need it.
 
-    Metrics with float32 numbers of their own, such as a network, take float32.
+    Metrics with float32 values of their own, such as a network's weights, receive float32.
     """
     if not given or not all(isinstance(part, Tensor) and part.is_floating_point() for part in given):
         metrics.update(*given, **named)
@@ -86,7 +86,7 @@ def update_metrics(metrics: Any, *given: Any, **named: Any) -> None:
 
 
 def placed(metrics: Any, device: torch.device) -> Any:
-    """Fresh metrics on `device`, those of torchmetrics with sums in float64."""
+    """Move new metrics to `device`; those of torchmetrics then sum in float64."""
     metrics = metrics.to(device)
     for part in getattr(metrics, "modules", tuple)():
         states = getattr(part, "metric_state", dict[str, Any]()).values()
@@ -97,9 +97,9 @@ def placed(metrics: Any, device: torch.device) -> Any:
 
 
 def take_kinds(metrics: Any, others: Any) -> None:
-    """Give lists of samples in `metrics`, which has seen none, the types that those of `others` have.
+    """Give the empty lists of samples in `metrics` the types of those in `others`.
 
-    Ranks send each other such lists, and must agree on their types.
+    Ranks exchange these lists, and must agree on their types.
     """
     pairs = zip(*(getattr(each, "modules", tuple)() for each in (metrics, others)), strict=True)
     for part, other in pairs:
@@ -109,11 +109,11 @@ def take_kinds(metrics: Any, others: Any) -> None:
 
 
 def accuracy(outputs: Tensor, targets: Tensor, top_k: int = 1) -> RatioTerms:
-    """Share of the targets that count whose class is among the `top_k` likeliest.
+    """Return how many targets are among the `top_k` most likely classes, and how many are not ignored.
 
     Args:
         outputs: (..., num_classes).
-        targets: class indices (...), of which -100 do not count.
+        targets: class indices (...); -100 is ignored.
     """
     if top_k == 1:
         hits = outputs.argmax(-1) == targets
@@ -126,16 +126,16 @@ top5_accuracy = partial(accuracy, top_k=5)
 
 
 def label_accuracy(outputs: Tensor, targets: Tensor) -> RatioTerms:
-    """Share of the pairs of input and class that are rightly predicted to belong together or not."""
+    """Return the terms of the accuracy over all pairs of input and class, from logits and 0/1 targets."""
     return ((outputs > 0) == targets.bool()).sum(), targets.numel()
 
 
 def label_f1(outputs: Tensor, targets: Tensor) -> RatioTerms:
-    """F1 score over all pairs of input and class, of logits and 0/1 targets."""
+    """Return the terms of the F1 score over all pairs of input and class, from logits and 0/1 targets."""
     chosen, wanted = outputs > 0, targets.bool()
     return 2 * (chosen & wanted).sum(), chosen.sum() + wanted.sum()
 
 
 def absolute_error(outputs: Tensor, targets: Tensor) -> RatioTerms:
-    """Mean absolute error of outputs of the targets' shape."""
+    """Return the terms of the mean absolute error; outputs have the shape of the targets."""
     return (outputs - targets).abs().sum(), targets.numel()

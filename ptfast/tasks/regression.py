@@ -1,4 +1,4 @@
-"""Numbers per input: squared error, with the absolute error as a metric."""
+"""Regression: squared error, with the absolute error as a metric."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Regression(SupervisedTask):
         return losses.reshape(len(losses), -1).mean(1)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """The value of each input, or its values where there are several."""
+        """Return the value of each input, or its values if there are several."""
         outputs = self.forward(model, inputs).float()
         rows = outputs.reshape(outputs.shape[0], -1).tolist()
         return [{"value": row[0] if len(row) == 1 else row} for row in rows]

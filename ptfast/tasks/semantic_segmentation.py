@@ -27,9 +27,9 @@ AUXILIARY_WEIGHT = 0.5
 class SemanticSegmentation(CrossEntropyTask):
     """Cross entropy between logits (batch, num_classes, height, width) and masks (batch, height, width).
 
-    An item is a pixel that counts, so that images with many pixels to ignore weigh less. Of a model that
-    returns a mapping, as torchvision's do, the logits are its `out`; those of an auxiliary head, its `aux`,
-    add half of their loss in training.
+    Each pixel that is not ignored is an item, so images with many ignored pixels weigh less. If a model
+    returns a mapping, like torchvision's, its logits are `out`; the loss of an auxiliary head, `aux`, is
+    added with weight 0.5 in training.
 
     Args:
         loss: replaces the cross entropy, see `SupervisedTask`; gets logits as above and int64 masks.
@@ -58,7 +58,7 @@ class SemanticSegmentation(CrossEntropyTask):
         return _logits(outputs), targets.reshape(len(targets), *targets.shape[-2:]).long()
 
     def outputs_of(self, given: Any) -> Any:
-        # The loss of an auxiliary head is taken as well.
+        # Keep the whole mapping: the loss also uses an auxiliary head.
         return given if isinstance(given, Mapping) and "out" in given else super().outputs_of(given)
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
@@ -67,7 +67,7 @@ class SemanticSegmentation(CrossEntropyTask):
         return super().misfit(outputs, (None, targets))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # A sum of torch's own over pixels has no deterministic kernel on CUDA.
+        # Torch's loss with reduction="sum" has no deterministic CUDA kernel for pixels.
         return SemanticSegmentation.sample_losses(self, outputs, targets).sum()
 
     def sample_losses(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class SemanticSegmentation(CrossEntropyTask):
         return Overlaps(self.num_classes, self.ignore_index)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """The mask of each image, rows of class numbers, and the share of its pixels that each class has."""
+        """Return the mask of each image, rows of class indices, and each class's share of its pixels."""
         logits = _logits(self.forward(model, inputs))[:, : self.num_classes]
         names = names_of_classes(self.info)
         masks = logits.argmax(1)
@@ -96,28 +96,28 @@ class SemanticSegmentation(CrossEntropyTask):
 
 
 def mask_picture(mask: Any) -> Image:
-    """A mask, (height, width) of class numbers below 256, as a picture of them in the colors of VOC."""
+    """Return a mask, (height, width) of class indices below 256, as a picture in the colors of VOC."""
     from PIL import Image
 
     picture = Image.fromarray(np.asarray(mask, np.uint8), "P")
     bits = np.arange(256)[:, None] >> np.arange(0, 24, 3)[None]
-    # Three bits of a number after another are the highest bits left of its red, green and blue.
+    # Each next three bits of a class index set the next-highest bits of its red, green and blue.
     colors = [((bits >> channel & 1) << np.arange(7, -1, -1)).sum(axis=1) for channel in range(3)]
     picture.putpalette(np.stack(colors, axis=1).astype(np.uint8).tobytes())
     return picture
 
 
 class Overlaps(DeviceSums):
-    """Mean intersection over union and pixel accuracy of one evaluation, out of one table of counts.
+    """Mean intersection over union and pixel accuracy of one evaluation, from one table of counts.
 
-    The table is of masks by predictions; its last column is of classes that the data has not. A class that is
-    in no mask and no prediction has no part in the mean.
+    Rows are the masks' classes, columns the predicted ones; the last column counts classes that the data
+    lacks. The mean excludes classes that occur in no mask and no prediction.
 
     Source: Everingham et al. 2010, the PASCAL VOC challenge, section 4.1, for the intersection over union.
     """
 
     def __init__(self, num_classes: int, ignore_index: int) -> None:
-        # One place more: for what does not count, so that no batch has to be cut by its values.
+        # The extra entry counts ignored pixels, so that batches need not be filtered by value.
         super().__init__(("mean_iou", "pixel_accuracy"), num_classes * (num_classes + 1) + 1)
         self._num_classes, self._ignore_index = num_classes, ignore_index
 
@@ -130,7 +130,7 @@ class Overlaps(DeviceSums):
         table.scatter_add_(0, places, table.new_ones(()).expand_as(places))
 
     def compute(self) -> dict[str, Tensor]:
-        """The metrics over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
+        """Return the metrics over all batches of all ranks, 0-d; 0 without items. Waits for all ranks."""
         table = self.over_ranks()[:-1].view(self._num_classes, self._num_classes + 1)
         right = table.diagonal()
         union = table.sum(0)[:-1] + table.sum(1) - right

@@ -1,4 +1,4 @@
-"""The base of tasks that compare outputs with targets."""
+"""The base class of tasks that compare outputs with targets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ptfast.tasks.ratios import Ratios, RatioTerms, update_metrics
 
 
 class SupervisedTask:
-    """A batch of `(inputs, targets)`, one output per target, a loss that sums over items.
+    """The base class of tasks with batches of `(inputs, targets)`, and one output per target.
 
-    A subclass gives `loss_sum` and `predict`, and its metrics as `ratios` or by `metrics`. Where items are
-    not samples it says so by `counts_samples`: then they are the targets that are not ignored. One that gives
-    `loss` in place of `loss_sum` returns the count of a batch with it.
+    A subclass defines `loss_sum` and `predict`, and its metrics by `ratios` or `metrics`. With
+    `counts_samples=False` its items are not the samples but the targets not ignored. A subclass that defines
+    `loss` instead of `loss_sum` returns the count of a batch with it.
 
     Args:
         loss: replaces the task's own loss: a function of outputs and targets that returns their mean loss,
@@ -28,24 +28,24 @@ class SupervisedTask:
     metric = "loss"
     mode = "min"
     ratios: Mapping[str, Callable[[Tensor, Tensor], RatioTerms]] = {}
-    """The metrics next to the loss, by name."""
+    """The metrics besides the loss, by name."""
     counts_samples = True
-    """Every sample counts as one item, so that a step counts nothing."""
+    """Whether every sample is one item, so that steps need not count items."""
     averages = True
-    """The loss of a step is the mean over its items; False for their sum."""
+    """Whether the loss of a step is the mean over its items; False for their sum."""
     takes_mixed = True
-    """The targets of a training batch may be `Mixed`."""
+    """Whether the targets of a training batch may be `Mixed`."""
     needs_classes = False
-    """The data has to say how many classes there are, as `num_classes`."""
+    """Whether the data must state the number of classes, as `num_classes`."""
     class_dim: int | None = None
-    """Where outputs have a dimension of classes next to those of the targets: 1 or -1; 0 for outputs of the
-    targets' own shape; None if the shape is not known."""
+    """The dimension of outputs that contains the classes, besides those of the targets: 1 or -1; 0 if outputs
+    have the shape of the targets; None if the shape is not known."""
     takes_linear_logits = False
-    """The loss of a training batch may be taken of `LinearLogits`."""
+    """Whether the loss of a training batch accepts `LinearLogits`."""
     has_outputs = True
-    """Models return outputs to compare with targets, which several views of an image can share."""
+    """Whether models return outputs to compare with targets, which can be averaged over views of an image."""
     measures_aligned = False
-    """Metrics are given outputs and targets as `aligned` brings them."""
+    """Whether metrics receive the outputs and targets that `aligned` returns."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         self.info, self.own_loss = info, loss
@@ -66,26 +66,26 @@ class SupervisedTask:
             cls.counts_samples, cls.count = False, lambda self, data, num_samples: None
         elif "num_items" in own and "counts_samples" not in own:
             cls.counts_samples = False
-        # So does the description of the outputs that a loss takes.
+        # The description of the outputs belongs to the loss of the same class.
         if own & {"loss_sum", "loss", "evaluate"} and not own & {"class_dim", "misfit"}:
             cls.misfit = None  # type: ignore[assignment] - nothing can be said
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and targets in the shapes and types that losses compare."""
+        """Return outputs and targets in the shapes and types that losses compare."""
         return outputs, targets
 
     def outputs_of(self, given: Any) -> Any:
-        """The outputs to compare with targets, among what a model gives."""
+        """Return the outputs to compare with targets, out of all that a model returns."""
         return output_of(given)
 
     def forward(self, model: Any, inputs: Any) -> Any:
-        """The outputs of a model to compare with targets."""
+        """Return the outputs of a model to compare with targets."""
         return self.outputs_of(call(model, inputs))
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
-        """Describe what a model should return for the batch `data`, where `outputs` are not it.
+        """Describe the outputs that a model should return for the batch `data`; None if `outputs` fit.
 
-        A model may have more classes than the data, and a user's loss may take any number of them.
+        A model may have more classes than the data, and a user's loss may accept any number of them.
         """
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
         if self.class_dim is None or isinstance(outputs, LinearLogits):
@@ -103,25 +103,25 @@ class SupervisedTask:
         return None if given == wanted else f"floats of shape ({', '.join(map(str, wanted))})"
 
     def num_items(self, targets: Tensor) -> Any:
-        """Items that the loss counts, or their weight: a tensor on the device if it depends on values.
+        """Return the items that the loss counts, or their weight; on the device if it depends on values.
 
         None if only the loss can tell.
         """
         return targets.shape[0] if self.counts_samples else (targets != IGNORE_INDEX).sum()
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the losses of the items."""
+        """Return the sum of the item losses."""
         raise NotImplementedError
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of each sample for mixed samples, (batch,); 0 where none of its targets counts."""
+        """Return the loss of each sample, (batch,), for mixed samples; 0 if all its targets are ignored."""
         return self.losses_one_by_one(outputs, targets)
 
     def losses_one_by_one(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """`loss_sum` of each sample by itself, (batch,), vectorized, which costs about 0.3 ms a call.
+        """Return `loss_sum` of each sample, (batch,), vectorized, which costs about 0.3 ms per call.
 
         Raises:
-            ConfigError: C011 for a loss that does not allow it.
+            ConfigError: C011 for a loss that cannot be vectorized.
         """
         import torch
 
@@ -136,7 +136,7 @@ class SupervisedTask:
             raise ConfigError("C011", what, key="task.loss", suggestion=hint) from error
 
     def evaluation_loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the losses of the items, as reported by evaluations."""
+        """Return the sum of the item losses, as reported by evaluations."""
         return self.loss_sum(outputs, targets)
 
     def count(self, data: Any, num_samples: int) -> Any:
@@ -147,10 +147,10 @@ class SupervisedTask:
         return self.num_items(targets.targets if isinstance(targets, Mixed) else targets)
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
-        """Sum of the losses and the number of items.
+        """Return the sum of the losses and the number of items.
 
-        The loss of a mixed sample weighs those of its two targets by their shares. Partners are the same
-        targets in another order, so as many of them count.
+        The loss of a mixed sample is the mean over its two targets, weighted by their shares. Partners are
+        the same targets in another order, so their count is the same.
         """
         inputs, targets = data
         outputs = self.forward(model, inputs)
@@ -164,7 +164,7 @@ class SupervisedTask:
         return self._sums(self.loss_sum, outputs, targets)
 
     def _sums(self, loss_sum: Callable[..., Tensor], outputs: Any, targets: Tensor) -> tuple[Tensor, Any]:
-        """The sum of the losses of a batch, and the number of items."""
+        """Return the sum of the losses of a batch, and the number of items."""
         if self.adapted is not None:
             return self.adapted.sums(outputs, targets)
         return loss_sum(outputs, targets), self.num_items(targets)
@@ -184,17 +184,17 @@ class SupervisedTask:
         return {"loss": loss, **values}
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """One record per input."""
+        """Return one record per input."""
         raise NotImplementedError
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """What a model gives; inputs with names go to the parameters of these names."""
+    """Call a model; named inputs are passed as keyword arguments."""
     return model(**inputs) if isinstance(inputs, NamedInputs) else model(inputs)
 
 
 def output_of(given: Any) -> Any:
-    """The tensor among what a model gives: itself, its `logits` or `out`, or the first of a tuple."""
+    """Return the output tensor of a model's result: itself, `logits` or `out`, or the first of a tuple."""
     if isinstance(given, (Tensor, LinearLogits)):
         return given
     if isinstance(given, Mapping):
@@ -207,12 +207,12 @@ def output_of(given: Any) -> Any:
 
 
 def known_classes(info: DataInfo) -> int:
-    """The number of classes; D004 when the data does not say it."""
+    """Return the number of classes; D004 if the data does not state it."""
     if not info.num_classes:
         raise DataError("D004", "the data does not say how many classes there are", key="data")
     return info.num_classes
 
 
 def names_of_classes(info: DataInfo) -> tuple[str, ...]:
-    """The classes' names, or their numbers where they have none."""
+    """Return the names of the classes, or their indices if they have no names."""
     return info.class_names or tuple(map(str, range(known_classes(info))))

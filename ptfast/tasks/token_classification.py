@@ -15,7 +15,7 @@ from ptfast.tasks.supervised import names_of_classes
 class TokenClassification(CrossEntropyTask):
     """Cross entropy between logits (batch, length, num_classes) and class indices (batch, length).
 
-    Tokens whose target is -100 do not count. A batch without any that counts adds 0 to the loss.
+    Tokens with a target of -100 are ignored. A batch in which all are ignored adds 0 to the loss.
 
     Args:
         loss: replaces the cross entropy, see `SupervisedTask`; gets (tokens, num_classes) and (tokens,).
@@ -32,7 +32,7 @@ class TokenClassification(CrossEntropyTask):
         return outputs.flatten(0, -2), targets.flatten()
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """The class of each token with its probability."""
+        """Return the class of each token with its probability."""
         class_names = names_of_classes(self.info)
         values, indices = self.forward(model, inputs).float().softmax(-1).max(-1)
         return [
