@@ -24,7 +24,7 @@ class Dataloader(Section):
     prefetch: Count = 2
     """Batches that each worker reads ahead."""
     pin: bool | OrAuto = "auto"
-    """Page-locked memory, from which copies to the GPU run while it trains."""
+    """Read batches into page-locked memory, so that copies to the GPU overlap with training."""
     side_stream: bool = True
     """Copy the next batch to a CUDA device while this one trains, on a separate stream."""
     fused: bool = True
@@ -35,13 +35,13 @@ class Dataloader(Section):
 
 
 FEW, FEW_PER_CORE = 64, 4
-"""Threads or processes that any machine bears, and those that it bears for each core."""
+"""Threads or processes accepted on any machine, and per core on larger ones."""
 PACK_FILES = ("manifest.json", "pack.unfinished")
-"""One of which every pack has, finished or not."""
+"""Every pack, finished or not, has one of these files."""
 
 
 def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | None:
-    """Reject data that is no pack for `dataloader.kind=packed`."""
+    """Reject `dataloader.kind=packed` for data that is not a pack."""
     if dataloader.kind != "packed":
         return None
     target = data.target
@@ -70,7 +70,7 @@ def transfers_of_the_device(dataloader: Dataloader, device: str) -> Iterator[Ptf
 
 
 def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[PtfastError]:
-    """Reject threads and processes in numbers that exhaust a machine before they train."""
+    """Reject so many threads or processes that they would exhaust the machine."""
     cores, workers, threads = usable_cores(hyperthreads=True), dataloader.workers, backend.threads
     for key, number, fewer in (
         ("dataloader.workers", workers, "auto"),

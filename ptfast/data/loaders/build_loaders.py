@@ -1,4 +1,4 @@
-"""The loaders of a run, for training and evaluation."""
+"""Builds the loaders of a run, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import MemoryBatches, padded_bytes
 
 CACHE_LIMIT_BYTES = 128 * 2**20
-"""Evaluation splits in memory up to this size once normalized are prepared once and cached."""
+"""Evaluation splits in memory are normalized once and cached if the result is at most this large."""
 STATIC_LIMIT_BYTES = 512 * 2**20
-"""Training data up to this size once normalized is normalized up front."""
+"""Training data is normalized up front if the result is at most this large."""
 
 
 class Loader:
-    """The training batches of one rank: those of `batch_pipeline`, whose arguments the last three are."""
+    """The training batches of one rank. The last three arguments are passed to `batch_pipeline`."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class Loader:
         self.batches.close()
 
     def batch_at(self, step: int) -> StepBatch | None:
-        """The batch of a step once more; None where to read it would disturb those to come."""
+        """Return the batch of a step again; None if reading it would disturb later batches."""
         if self.batches.indices_at is None or self.workers:
             return None
         return next(self._pipeline(step, step + 1), None)
 
     def sample_numbers(self, step: int) -> list[NDArray[np.int64]]:
-        """The samples of each of this rank's micro-batches in a step; none for a stream."""
+        """Return the sample numbers of each of this rank's micro-batches in a step; empty for a stream."""
         return [numbers for _, numbers in self._numbered(step)]
 
     def not_finite(self, first_step: int, last_step: int) -> list[int]:
-        """This rank's samples with numbers that are not finite, in the first of these steps that has some.
+        """Return this rank's samples with NaN or infinite values, from the first of these steps with any.
 
         Streams are not checked, because reading would consume them.
         """
@@ -98,7 +98,7 @@ class Loader:
         return []
 
     def _numbered(self, step: int) -> list[tuple[MicroBatchIndices, NDArray[np.int64]]]:
-        """This rank's micro-batches of a step, and the numbers of their samples; none for a stream."""
+        """Return this rank's micro-batches of a step with their sample numbers; empty for a stream."""
         if self.batches.indices_at is None:
             return []
         kept = self._data.kept
@@ -122,12 +122,12 @@ def build_train_loader(
     side: SideStream | None = None,
     report: Callable[[str], None] = lambda cause: None,
 ) -> Loader:
-    """The training loader of one rank.
+    """Build the training loader of one rank.
 
-    `seed` is that of the order of the samples and of their augmentation; other arguments are as for `Loader`.
+    `seed` determines the sample order and the augmentation; the other arguments are as for `Loader`.
 
     Raises:
-        ConfigError: C011 for augmentation that streams cannot have.
+        ConfigError: C011 for augmentation that streams do not support.
         DataError: D002 or D006 if there are too few samples.
     """
     augment = (augment or Augment()).model_copy(update={"seed": seed})
@@ -149,7 +149,7 @@ def _read_samples(
     seed: int,
     augment: Augment,
 ) -> tuple[Batches, str]:
-    """The batches of samples by index, and why they are read so."""
+    """Return the batches of an indexed source, and the reason for how they are read."""
     kind, reason = loading.kind, loading.reason
     sampler = Sampler(sharding, seed, partial(data.order, seed))
     if kind == "workers" and (workers := count_workers(loading.workers)):
@@ -175,20 +175,20 @@ def _read_samples(
 
 @dataclass
 class EvaluationLoader:
-    """One rank's share of an evaluation split."""
+    """Loads one rank's part of an evaluation split."""
 
     batches: Batches
     num_steps: int = sys.maxsize
-    """Steps at most; streams may end earlier."""
+    """Maximum number of steps; streams may end earlier."""
     side: SideStream | None = None
     caches: bool = False
-    """Make the batches once, and give copies of them, to which whoever evaluates may write."""
+    """Make the batches once and return copies, which the evaluation code may modify."""
     _cached: list[MicroBatch] | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         if not self.caches:
             return self._micro_batches()
-        # Tensors made under inference mode could not be used with gradients later.
+        # Tensors created in inference mode cannot be used with gradients later.
         if self._cached is None:
             with torch.inference_mode(False):
                 self._cached = [*self._micro_batches()]
@@ -214,16 +214,16 @@ def build_eval_loader(
     whole_batches: bool = False,
     side: SideStream | None = None,
 ) -> EvaluationLoader:
-    """The evaluation loader of one rank: consecutive samples, in order, each once over all ranks.
+    """Build the evaluation loader of one rank: samples in order, each evaluated on exactly one rank.
 
     Args:
-        loading: of the kind `auto` or `workers`, it has workers read samples that are not in memory.
+        loading: with kind `auto` or `workers`, worker processes read samples that are not in memory.
         batch_size: samples of one forward pass on this rank.
-        whole_batches: ranks share out whole batches, which are then the same for any number of ranks.
+        whole_batches: assign whole batches to ranks, so that batches do not depend on the number of ranks.
     """
     prepare = Prepare(loading, info, images=source.images)
     if isinstance(source, IterableSource):
-        # A held-out split may have fewer shards than the training data, for which workers were counted.
+        # Workers were counted for the training data; a held-out split may have fewer shards.
         workers = source.workers_at_most(count_workers(loading.workers), world_size)
         kind = loading.kind if loading.kind == "workers" else "plain"
         sharding = Sharding(BatchPlan(None, batch_size * world_size), world_size, rank, world_size)

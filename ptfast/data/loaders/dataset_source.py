@@ -25,19 +25,19 @@ from ptfast.data.sampling.sampler import Indices
 
 
 class Collate:
-    """Makes a batch of samples, by torch's `default_collate` or a user's function, at `key` of the config."""
+    """Collates samples by torch's `default_collate` or by the user's function at `key` of the config."""
 
     def __init__(self, function: Callable[[list[Any]], Any] | None, *, key: str, value: str) -> None:
         self.is_own = function is not None
         self._function, self.key, self._value = function or default_collate, key, value
         self.name = name_of(self._function)
         self.form: SampleForm | None = None
-        """How samples are read as `(input, target)`; None where they are that, or a task's own."""
+        """How samples are read as `(input, target)`; None if they already are, or are left to the task."""
         self.casts = False
-        """Inputs are cast to types that models take."""
+        """Whether inputs are cast to types that models accept."""
 
     def pairs(self, samples: list[Any], numbers: Sequence[int]) -> list[Any]:
-        """The samples `numbers` of a dataset in the form that this function takes."""
+        """Return the samples `numbers` of a dataset in the form that the collate function expects."""
         form = self.form
         return samples if form is None else [form(*each) for each in zip(samples, numbers, strict=True)]
 
@@ -65,18 +65,18 @@ class Collate:
 
 
 def collate_of(dataset: Any, named: Collate | None = None) -> Collate:
-    """The function that collates a dataset: the `named` one, its own `collate_fn`, or torch's."""
+    """Return the function that collates a dataset: `named`, its own `collate_fn`, or torch's."""
     own = getattr(dataset, "collate_fn", None)
     return named or Collate(own if callable(own) else None, key="data._target_", value=name_of(dataset))
 
 
 class DatasetSource(MapSource):
-    """A map-style dataset, collated as torch's DataLoader does, or by a function of the user's.
+    """A map-style dataset, collated as by torch's DataLoader or by a user's function.
 
-    Sequences of tokens whose lengths the dataset states in `lengths` are padded with its `pad_id` (default
-    0), and targets with one label per token with -100. Random generators are seeded, global ones (torch,
-    numpy, random) by epoch and samples, those that the dataset has by epoch and sample: resumed runs and
-    any number of workers draw the same. A method `set_epoch` is told the epoch wherever it is read.
+    If the dataset has `lengths`, token sequences are padded with its `pad_id` (default 0), and targets with
+    one label per token with -100. Global generators (torch, numpy, random) are seeded by epoch and batch,
+    the dataset's own generators by epoch and sample: draws depend neither on resuming nor on the number of
+    workers. If the dataset has `set_epoch`, it is called with the epoch in every process that reads it.
     """
 
     columns = ("_numbers", "lengths", "all_labels")
@@ -87,11 +87,11 @@ class DatasetSource(MapSource):
     ) -> None:
         self.dataset, self.seed, self.images = dataset, seed, images
         self.collate = collate_of(dataset, collate)
-        # Until every label has been seen.
+        # True until every label has been seen.
         self.ignores_labels = True
         self.all_labels: Tensor | None = None
         self.seen_labels: Tensor | None = None
-        """Those of the samples that were read to find the classes."""
+        """Labels of the samples that were read to find the classes."""
         self.state = DatasetState(dataset)
         stated = getattr(dataset, "lengths", None)
         self.lengths = None if stated is None else np.asarray(stated, np.int64)
@@ -129,7 +129,7 @@ class DatasetSource(MapSource):
         return raw
 
     def read(self, wanted: list[int]) -> list[Any]:
-        """The samples `wanted` as the dataset gives them; the training's generators stay as they are."""
+        """Return the samples `wanted` as the dataset returns them, without advancing global generators."""
         with seeded(counter_draws.key(self.seed, 0, counter_draws.GLOBAL, *wanted[:1])):
             return self._read(wanted, 0)
 
@@ -148,7 +148,7 @@ class DatasetSource(MapSource):
             return samples
 
     def _filled(self, samples: list[Any]) -> list[Any]:
-        """The samples at one length, where they are `(tokens, target)`."""
+        """Pad samples to one length if they are `(tokens, target)` pairs."""
         first = samples[0]
         is_pair = isinstance(first, (tuple, list)) and len(first) == 2
         if not is_pair or not is_tokens(torch.as_tensor(first[0])):

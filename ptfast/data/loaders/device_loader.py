@@ -1,4 +1,4 @@
-"""The loader `device`: the data lies where the model is, and batches are gathered and augmented there."""
+"""The loader `device`: the data stays on the model's device, where batches are gathered and augmented."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ptfast.data.transforms.row_windows import padded_bytes, planes, reflected
 
 
 class ResidentImages:
-    """Images on a device, with `padding` of the value `fill`, out of which batches are gathered and cropped.
+    """Images on a device, padded with the value `fill`, from which batches are gathered and cropped.
 
-    The crops that begin at each pixel overlap in memory, and are one view of it. So one number per image
-    gathers a batch, in one pass.
+    One view of the memory contains the crops that start at each pixel; they overlap. So a batch needs one
+    index per image and is gathered in one pass.
 
     Args:
         images: (samples, height, width, channels), uint8 except for masks.
-        reflect: continue images mirrored beyond their edges instead.
+        reflect: pad by reflection instead.
         flips: some crops are mirrored.
-        ready: applied to all images now in place of to each batch: uint8 as above to floats, channels first.
-            Mirrored copies are then kept, too.
-        planes: crops lie in memory channel by channel, not pixel by pixel.
+        ready: converts uint8 images as above to floats, channels first. It is applied once to all images
+            instead of to each batch, and mirrored copies are then stored, too.
+        planes: store crops channel by channel, not pixel by pixel.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ResidentImages:
             images = stored
         else:
             images = images.contiguous()
-        # Where a crop begins is counted in pixels, or with `planes` in values.
+        # The start of a crop is counted in pixels, or with `planes` in values.
         step = 1 if planes else channels
         self._slot, self._row = images[0].numel() // step, across
         shape = (channels, height, width) if planes else (height, width, channels)
@@ -85,9 +85,9 @@ class ResidentImages:
         self._crops = images.as_strided(((images.numel() - 1 - reach) // step + 1, *shape), (step, *strides))
 
     def places(self, index: Tensor, corners: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What `gather` takes for each of the images `index`: crops of them, or without `corners` whole.
+        """Return the arguments of `gather` for crops of the images `index`; whole images without `corners`.
 
-        `corners` are top and left in the padded images, and 1 where they are mirrored first.
+        `corners` are top and left in the padded images, and 1 for images that are mirrored first.
         """
         if not corners:
             return (index * self._slot,)
@@ -99,11 +99,11 @@ class ResidentImages:
 
     @property
     def crops(self) -> Tensor:
-        """The crops at all places, (places, height, width, channels), of which most overlap."""
+        """A view of the crops at all places, (places, height, width, channels); they overlap."""
         return self._crops.permute(0, 2, 3, 1) if self._planes else self._crops
 
     def gather(self, starts: Tensor, flipped: Tensor | None = None) -> Tensor:
-        """The images at some of the `places`, (batch, height, width, channels). Cost: one kernel, or four."""
+        """Return the crops at some of the `places`, (batch, height, width, channels), by 1 or 4 kernels."""
         images = self._crops[starts]
         if self._planes:
             images = images.permute(0, 2, 3, 1)
@@ -113,27 +113,27 @@ class ResidentImages:
 
 
 MOST_OF_MEMORY = 0.5
-"""Share of the device's free memory that the data may take."""
+"""Maximum share of the device's free memory for the data."""
 TRIED = 64
-"""Images that a kernel has to give the bits of single operators for."""
+"""Number of images on which a fused kernel must be bit-identical to the separate operators."""
 READY_SHARE = 0.125
-"""Share that it may take once it is ready for the model; else batches are made ready one by one."""
+"""Maximum share for data normalized up front; larger data is normalized batch by batch."""
 
 
 class DeviceBatches(ChunkedBatches):
-    """Batches of data that lives on the training device.
+    """Batches of data that is kept on the training device.
 
-    At the start of an epoch its order and all random draws go to the device, ten to a hundred bytes a sample.
-    From then on the host only launches kernels: no pixel crosses the bus, and the host's cores do not
-    augment. Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled
-    images.
+    At the start of an epoch, its order and all random draws are copied to the device: 10 to 100 bytes per
+    sample. After that the host only launches kernels: it neither copies nor augments pixels. The random
+    draws are the same as in the other loaders, and so are the pixels, except for rounding in rotated and
+    scaled images.
 
-    Images that are only cropped, mirrored or have a box hidden are normalized and cast before the first
-    step where there is room: each pixel stays the same, wherever it is moved. A batch is then one gather.
+    If images are only cropped, mirrored or masked by a box, and memory allows, they are normalized and cast
+    before the first step, because these changes only move pixels. A batch is then one gather.
 
-    Cost: the memory of the samples as they are stored (images with their padding), and that of some batches;
-    for images that are ready, an eighth of the free memory at most.
-    Source: as in Keller Jordan's airbench, which has CIFAR-10 on the device.
+    Cost: memory for the stored samples (images with their padding) and for some batches; images that are
+    normalized up front take at most an eighth of the free memory.
+    Source: Keller Jordan's airbench, which keeps CIFAR-10 on the device.
     """
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: MapSource, augment: Augment) -> None:
@@ -151,7 +151,7 @@ class DeviceBatches(ChunkedBatches):
             where = f"{prepare.device.type}, which has {num_bytes(free)} free"
             what = f"the data takes {num_bytes(needed)} on {where}"
             raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
-        # Pinning would round sizes up to a power of two and keep that memory: the driver copies in pieces.
+        # Pinning rounds sizes up to a power of two and keeps that memory; the driver copies in pieces.
         inputs, targets = source.inputs.to(prepare.device), source.targets.to(prepare.device)
         width = prepare.input_type.itemsize if source.images else inputs.element_size()
         super().__init__(sampler, prepare, inputs[0].numel() * width)
@@ -179,7 +179,7 @@ class DeviceBatches(ChunkedBatches):
         self._kernel: Callable[..., Tensor] | None = None
         self.unfused = ""
         """Why there is no kernel, if there should be one."""
-        # Images that are resized, moved or filtered take tens of operators before the first of these.
+        # Resized, moved or filtered images need tens of operators before any that the kernel could fuse.
         if prepare.fuses and not filters and ("erased" in augment.changes or not self._ready):
             self._kernel = self._build_kernel(inputs.shape[3], min(len(inputs), TRIED))
         self._places = self._mask_places = tuple[Tensor, ...]()
@@ -187,7 +187,7 @@ class DeviceBatches(ChunkedBatches):
 
     @property
     def fused(self) -> bool:
-        """True if one kernel makes a batch of images."""
+        """Whether one fused kernel makes a batch of images."""
         return self._kernel is not None
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
@@ -198,14 +198,14 @@ class DeviceBatches(ChunkedBatches):
         return self._epoch_steps[start - first : stop - first]
 
     def _begin_epoch(self, epoch: int, steps: list[tuple[list[MicroBatchIndices], int]]) -> None:
-        """Send the order of the samples in an epoch, and their random draws, to the device."""
+        """Copy an epoch's sample order and random draws to the device."""
         move = self._prepare.move
         indices = np.concatenate([each.indices for micro_batches, _ in steps for each in micro_batches])
         sizes = [sum(len(each.indices) for each in micro_batches) for micro_batches, _ in steps]
         self._epoch_steps, self._first_samples = steps, np.cumsum([0, *sizes]).tolist()
         corners, drawn = self._draws(epoch, indices)
         self._index, corners = move(as_tensor(indices)), [move(as_tensor(each)) for each in corners]
-        # Policies are applied by the host.
+        # Policy draws stay on the host, which groups images by operation.
         self._drawn = {
             name: as_tensor(each) if name == "policy" else move(as_tensor(each))
             for name, each in drawn.items()
@@ -216,7 +216,7 @@ class DeviceBatches(ChunkedBatches):
             self._mask_places = self._targets.places(self._index, corners)
 
     def _draws(self, epoch: int, index: Indices) -> tuple[list[Indices], dict[str, NDArray[Any]]]:
-        """The corners of the samples `index` in an epoch, and the draws for their changes."""
+        """Return the crop corners of the samples `index` in an epoch, and the draws for their changes."""
         augment, whole = self._augment, MicroBatchIndices(epoch, index, len(index))
         corners = [*augment.draw(whole)] if augment.moves else []
         return corners, augment.draw_changes(whole, self._shape)
@@ -248,14 +248,14 @@ class DeviceBatches(ChunkedBatches):
         drawn: dict[str, Tensor],
         kernel: Callable[..., Tensor] | None,
     ) -> Tensor:
-        """The images of a batch as the model takes them, by single operators without a `kernel`."""
+        """Return a batch of images ready for the model, by `kernel` or by separate operators."""
         if kernel is not None:
             return kernel(stored.crops, *places, drawn=drawn)
         images = self._augment.change(stored.gather(*places), drawn)
         return images.permute(0, 3, 1, 2) if self._ready else self._prepare.laid_out(images)
 
     def _build_kernel(self, channels: int, num_samples: int) -> Callable[..., Tensor] | None:
-        """One kernel for `_changed`, compiled here; None where it cannot be, or gives other bits."""
+        """Compile one kernel for `_changed`; None if that fails or its output is not bit-identical."""
         stored, prepare = self._inputs, self._prepare
         assert isinstance(stored, ResidentImages)
         numbers = np.arange(num_samples)
@@ -280,5 +280,5 @@ class DeviceBatches(ChunkedBatches):
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of `device`; that of the machine for a CPU or an Apple GPU."""
+    """Return the free memory of `device`; for a CPU or an Apple GPU, the machine's available memory."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()

@@ -1,4 +1,4 @@
-"""The choice of the loader: what `dataloader.kind=auto` becomes, by size, memory and a few samples."""
+"""Chooses the loader for `dataloader.kind=auto`, by the data's size, free memory and a few timed samples."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.streams.iterable import IterableSource
 
 DECODED_ONCE = ("memory", "device")
-"""Kinds that have the whole data decoded once."""
+"""Kinds that decode all data once."""
 _TIMED_S = 0.2
 _TIMED_SAMPLES = 64
 HAND_OVER_S = 2e-3
-"""A batch that is read in less time is not worth a process of its own."""
+"""Batches that are read faster than this do not need worker processes."""
 _WORKER_BYTES = 256 * 2**20
-"""About what a worker process takes besides its batches."""
+"""Approximate memory of a worker process besides its batches."""
 
 
 class Choice(NamedTuple):
     """How training samples are loaded."""
 
     kind: str
-    """As `dataloader.kind`, but never `auto`."""
+    """A `dataloader.kind` other than `auto`."""
     reason: str
-    """Why, in a few words for the panel."""
+    """The reason, in a few words for the panel."""
     workers: int
     """Processes of the kind `workers`; 0 for other kinds."""
 
 
 class SampleCost(NamedTuple):
-    """What fetching one sample takes, and how large it is once decoded."""
+    """The time to fetch one sample, and its decoded size."""
 
     seconds: float
     num_bytes: int
@@ -62,21 +62,21 @@ def choose(
     device: torch.device | None = None,
     world_size: int = 1,
 ) -> Choice:
-    """The loader for `train`: the kind that was asked for, or for `auto` the one expected to be quickest.
+    """Choose the loader for `train`: the requested kind, or for `auto` the one expected to be fastest.
 
     Data in memory is gathered there, and a pack is read in place. Files that fit into a quarter of the memory
-    are decoded once, unless the run ends before it has seen each. Otherwise a few samples are timed: workers
-    pay where reading a batch takes longer than handing it over, and cores are spare.
+    are decoded once, unless the run ends before it has used each. Otherwise a few samples are timed: workers
+    are used if reading a batch takes longer than sending it between processes, and cores are free.
 
     Args:
-        others: the splits that are kept in memory with it.
-        num_samples: taken from `train` in the whole run; None if unknown.
-        before: the reason for `kind`, where an earlier part of the run chose it for `auto`.
+        others: splits that are kept in memory together with `train`.
+        num_samples: samples drawn from `train` in the whole run; None if unknown.
+        before: the reason for `kind` if an earlier part of the run chose it for `auto`.
         crops: whether boxes are cropped from the training images, which are then kept at their original size.
 
     Raises:
-        ConfigError: C011 for a kind that this data cannot have.
-        MachineError: E005 where the memory has no room for the data.
+        ConfigError: C011 for a kind that does not support this data.
+        MachineError: E005 if the data does not fit into memory.
     """
     if isinstance(train, IterableSource):
         return _of_stream(train, kind, workers, world_size, before)
@@ -90,7 +90,7 @@ def choose(
         choice = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
         moves = choice.kind == "memory" and augments and not crops and train.images
         size = train.decoded_bytes if moves and device is not None and device.type == "cuda" else None
-        # Images to augment lie on a GPU that has room for them with their padding.
+        # Images to augment are kept on the GPU if it has room for them with their padding.
         if device is None or size is None or 2 * size > free_bytes(device) // 4:
             return choice
         return choice._replace(kind="device", reason=f"{num_bytes(size)}, room on the GPU")
@@ -103,14 +103,14 @@ def choose(
     if kind == "workers" and workers != "auto":
         count = int(workers)
     elif kind == "workers":
-        # Whoever asks for workers by name gets one at least.
+        # An explicit request for workers gets at least one.
         ahead_bytes = time_samples(train).num_bytes * micro_batch_size * prefetch
         count = max(1, count_workers(workers, ahead_bytes))
     return Choice(kind, before or "as the config says", count)
 
 
 def _check_kind(train: MapSource, kind: str, crops: bool) -> None:
-    """Reject, with C011, a kind of loader that this data cannot have."""
+    """Raise C011 for a kind of loader that does not support this data."""
     if kind == "device" and crops:
         what, hint = "augment.resized_crop crops images before they go to the device", "Use dataloader=memory"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
@@ -131,7 +131,7 @@ def _check_kind(train: MapSource, kind: str, crops: bool) -> None:
 def _of_stream(
     train: IterableSource, kind: str, workers: int | str, world_size: int, before: str | None
 ) -> Choice:
-    """Workers for data that shares itself out; a second data worker of the whole stream gains nothing."""
+    """Choose the loader of a stream; without sharding one worker is enough: each reads the whole stream."""
     if kind not in ("auto", "plain", "workers"):
         what, hint = "iterable data is read in order and cannot be kept in memory", "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
@@ -151,9 +151,9 @@ def _of_stream(
 
 
 def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
-    """Worker processes of this rank; `auto` takes one for each spare core besides its own.
+    """Return the number of worker processes of this rank; for `auto`, its spare cores minus one.
 
-    They read `ahead_bytes` ahead each, together at most a quarter of the memory and half of the shared one.
+    Each prefetches `ahead_bytes`; all use at most a quarter of the free memory, and half of the shared one.
     """
     if workers != "auto":
         return int(workers)
@@ -163,7 +163,7 @@ def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
 
 
 def time_samples(source: MapSource) -> SampleCost:
-    """Time and size of a sample, from a few dozen spread over the data."""
+    """Measure the time and size of a sample, by a few dozen spread over the data."""
     places = source.spread(_TIMED_SAMPLES)
     first = source.fetch(places[:1])
     start, count = time.perf_counter(), 0

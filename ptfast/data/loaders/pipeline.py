@@ -1,4 +1,4 @@
-"""The pipeline of batches: every stage between the samples and the training loop, in one place."""
+"""The batch pipeline: every stage from samples to the training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ptfast.data.transforms.row_windows import augmented, cropped
 
 T = TypeVar("T")
 Transform = Callable[[Any, int, int], Any]
-"""Changes a micro-batch's data, given the step and the number of the micro-batch in the whole step."""
+"""Transforms a micro-batch's data, given the step and the number of the micro-batch in the whole step."""
 
 
 def batch_pipeline(
@@ -37,22 +37,22 @@ def batch_pipeline(
     transforms: Sequence[Transform] = (),
     first_micro_batch: int = 0,
 ) -> Iterator[StepBatch]:
-    """The batches of one rank from `first_step` up to `last_step`, for training and evaluation.
+    """Return the batches of one rank from `first_step` up to `last_step`, for training and evaluation.
 
     The stages, in order:
 
-    1. Order: which samples make up each micro-batch, a function of (seed, step): `Sampler.step` or `InOrder`.
-       A stream has the order in which it is read.
-    2. Fetch: raw batches of these samples, with random changes by (seed, epoch, sample): by `RawBatches` in
-       this process, in the processes of a `WorkerPool`, or gathered from memory by `MemoryBatches`.
-    3. Device: moved there, brought into the model's layout and normalized, by `Prepare`. `StaticBatches` and
-       `DeviceBatches` keep data there: they gather many steps at a time, which is all three stages in one.
-    4. Prefetch: on CUDA, stages 1 to 3 of the next batch on a `side` stream while one trains; `report`
-       receives what time goes to.
-    5. Transform: changes to whole micro-batches, such as mixup, by (seed, step, micro-batch).
-       `first_micro_batch` is the number of this rank's first one in a step.
+    1. Order: `Sampler.step` or `InOrder` chooses the samples of each micro-batch, as a function of
+       (seed, step). A stream keeps the order in which it is read.
+    2. Fetch: raw batches are read and augmented, as a function of (seed, epoch, sample): by `RawBatches` in
+       this process or in a `WorkerPool`, or gathered from memory by `MemoryBatches`.
+    3. Device: `Prepare` moves them to the device, into the model's layout, and normalizes them.
+       `StaticBatches` and `DeviceBatches` keep data there and do stages 1 to 3 for many steps at once.
+    4. Prefetch: on CUDA, stages 1 to 3 of the next batch run on a `side` stream during training; `report`
+       receives the phase for which time is counted.
+    5. Transform: whole micro-batches are changed, as by mixup, as a function of (seed, step, micro-batch).
+       `first_micro_batch` is the number of this rank's first micro-batch in a step.
 
-    So neither the kind of loader nor its workers, resuming or the number of ranks changes a batch.
+    So batches do not depend on the kind of loader, its workers, resuming or the number of ranks.
     """
     ready = batches.steps(first_step, last_step)
     if batches.prepare is not None:
@@ -63,7 +63,7 @@ def batch_pipeline(
 
 
 def on_device(batches: Iterator[StepBatch], prepare: Prepare) -> Iterator[StepBatch]:
-    """Raw batches, made ready for the model."""
+    """Move raw batches to the device and prepare them for the model."""
     for batch in batches:
         ready = [MicroBatch(prepare(raw), num_samples) for raw, num_samples in batch.micro_batches]
         yield StepBatch(tuple(ready), batch.num_samples)
@@ -72,7 +72,7 @@ def on_device(batches: Iterator[StepBatch], prepare: Prepare) -> Iterator[StepBa
 def transformed(
     batches: Iterator[StepBatch], first_step: int, transforms: Sequence[Transform], first_micro_batch: int
 ) -> Iterator[StepBatch]:
-    """Batches from `first_step` on, with every transform applied to each micro-batch."""
+    """Apply every transform to each micro-batch; the batches start at `first_step`."""
     for step, batch in enumerate(batches, first_step):
         micro_batches: list[MicroBatch] = []
         for number, (data, num_samples) in enumerate(batch.micro_batches, first_micro_batch):
@@ -83,15 +83,15 @@ def transformed(
 
 
 class SideStream:
-    """A CUDA stream for transfers. The host never waits: the device orders the streams by events."""
+    """A CUDA stream for transfers. Events order it with the training stream, so the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def fill(self, batches: Iterator[T]) -> tuple[T, Any] | None:
-        """The next batch, made on this stream, and a mark of its end; None where `batches` end.
+        """Make the next batch on this stream; return it with the event of its end, or None after the last.
 
-        Kernels of the training so far come first: they may read memory of dropped batches, which is reused.
+        It waits for earlier training kernels, which may still read the memory of freed batches.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -110,11 +110,11 @@ def open_side_stream(device: torch.device) -> SideStream | None:
 def prefetched(
     batches: Iterator[T], side: SideStream, report: Callable[[str], None] = lambda cause: None
 ) -> Iterator[T]:
-    """The same batches, each filled on `side` while the one before it trains.
+    """Yield the same batches, each made on `side` while the previous one trains.
 
-    On the training stream a copy would wait for the kernels of the step before, and every step for its copy.
-    Here it starts when the step before last has ended, and overlaps with a whole step. `report` receives what
-    time goes to: `transfer` while training waits for a batch on its way, else `data`.
+    On the training stream, a copy would wait for the previous step's kernels, and each step for its copy.
+    On `side` it overlaps with a whole step. `report` receives the phase for which time is counted:
+    `transfer` while training waits for a batch on its way, else `data`.
 
     Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
     """
@@ -130,27 +130,27 @@ def prefetched(
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are read and reach the device."""
+    """Options for reading batches and copying them to the device."""
 
     device: torch.device
     normalize: bool = True
     channels_last: bool = False
     """Memory format of images on the device."""
     input_type: torch.dtype = torch.float32
-    """Type of images once normalized; another is that of autocast, for a model that casts them first."""
+    """Type of normalized images: float32, or autocast's type for a model that would cast them first."""
     kind: str = "plain"
-    """`plain` (this process fetches), `workers` (processes fetch whole micro-batches), `memory` (decoded in
+    """`plain` (read in this process), `workers` (processes read whole micro-batches), `memory` (decoded in
     memory, gathered and augmented at once), `device` (the same on the training device), `packed` (as `plain`,
     from memory-mapped files)."""
     reason: str = "as the config says"
-    """Why that kind, for the panel."""
+    """Reason for this kind, for the panel."""
     workers: int | str = 0
     prefetch: int = 2
     worker_threads: int = 1
     """Threads of each worker process."""
     pin: bool | str = "auto"
     fused: bool = True
-    """Images on a GPU are gathered, changed and normalized in one kernel."""
+    """Gather, augment and normalize images on a GPU in one kernel."""
 
     @property
     def pins(self) -> bool:
@@ -169,8 +169,8 @@ class LoaderOptions:
 class Prepare:
     """Moves raw batches to the device, brings them into the model's layout and normalizes them.
 
-    Without statistics in `info`, `images` (uint8, channels last) are scaled to 0 to 1, and other inputs stay
-    as they are; `statistics` are those that it applies.
+    Without statistics in `info`, `images` (uint8, channels last) are scaled to 0 to 1, and other inputs are
+    not changed. `statistics` contains the applied values.
     """
 
     def __init__(self, options: LoaderOptions, info: DataInfo, *, images: bool) -> None:
@@ -191,7 +191,7 @@ class Prepare:
             self._normalizer = Normalizer(**self.statistics, device=self.device, **how)
 
     def __call__(self, raw: Any) -> Any:
-        """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
+        """Return the batch of a raw one: `(inputs, targets)`, or a user's structure with moved tensors."""
         if isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[0], Tensor):
             return self.inputs(raw[0]), self.move(raw[1])
         return self.move(raw)
@@ -200,10 +200,10 @@ class Prepare:
         return self.laid_out(self.move(inputs))
 
     def laid_out(self, inputs: Tensor) -> Tensor:
-        """Raw inputs on the device, normalized; images as (batch, channels, height, width)."""
+        """Normalize raw inputs on the device; return images as (batch, channels, height, width)."""
         if self.images:
             if inputs.shape[3] == 1 and not self.channels_last:
-                # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.
+                # Strides of a single channel are ambiguous; reshape gives those of a contiguous tensor.
                 inputs = inputs.reshape(len(inputs), 1, *inputs.shape[1:3])
             else:
                 inputs = inputs.permute(0, 3, 1, 2)
@@ -215,11 +215,11 @@ class Prepare:
 
     @property
     def mean_and_factor(self) -> tuple[Tensor, Tensor] | None:
-        """Mean and factor by which inputs are normalized."""
+        """Mean and factor that normalize inputs."""
         return self._normalizer and self._normalizer.mean_and_factor
 
     def move(self, value: Any) -> Any:
-        """`value` with every tensor in it on the device."""
+        """Return `value` with every tensor in it on the device."""
         return value if self._on_host else map_tensors(self._moved, value)
 
     def _moved(self, tensor: Any) -> Any:
@@ -230,23 +230,23 @@ class Prepare:
 
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of normalized data that are gathered at once from memory."""
+"""Bytes of normalized data to gather at once from memory."""
 
 
 StepIndices = Callable[[int], tuple[list[MicroBatchIndices], int]]
-"""A rank's micro-batches at a step, before they are fetched, and the samples of the whole step."""
+"""Returns a rank's micro-batches at a step, before fetching, and the number of samples of the whole step."""
 
 
 class Batches:
-    """The batches of one rank, a pure function of the step. Subclasses give `steps`."""
+    """The batches of one rank, a pure function of the step. Subclasses implement `steps`."""
 
     indices_at: StepIndices | None = None
     """The samples of each step; None for a stream."""
     prepare: Prepare | None = None
-    """Makes the batches ready for the model; None where they are."""
+    """Prepares the batches for the model; None if they are ready."""
     pools: Sequence[WorkerPool] = ()
     workers = 0
-    """Processes of all pools, which read the batches."""
+    """Number of processes that read the batches, over all pools."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
@@ -259,7 +259,7 @@ class Batches:
 
 
 class SampledBatches(Batches):
-    """Batches of samples by index. `source` is told which files could not be read."""
+    """Batches of samples fetched by index. Unreadable files are reported to `source`."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class SampledBatches(Batches):
         self._note_unreadable = cast(ImageFiles, source).note_unreadable if skips else None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        # Workers take micro-batches some steps before their batch is due.
+        # Workers prefetch micro-batches some steps ahead.
         early, due = tee(self._sampler.steps(first_step, last_step))
         raw_batches = self._fetch(micro_batch for micro_batches, _ in early for micro_batch in micro_batches)
         for micro_batches, num_samples in due:
@@ -290,7 +290,7 @@ class SampledBatches(Batches):
 
 
 class ChunkedBatches(Batches):
-    """Batches gathered many steps at a time. Subclasses give `_gather`."""
+    """Batches gathered many steps at a time. Subclasses implement `_gather`."""
 
     def __init__(self, sampler: Sampler, prepare: Prepare, sample_bytes: int) -> None:
         self.sampler, self.indices_at, self._prepare = sampler, sampler.step, prepare
@@ -301,7 +301,7 @@ class ChunkedBatches(Batches):
         step = first_step
         while step < last_step:
             _, first, end = self.sampler.plan.epoch_of(step)
-            # Chunks begin at fixed places in an epoch.
+            # Chunks start at fixed steps of an epoch.
             start = step - (step - first) % self._chunk_steps
             stop = min(start + self._chunk_steps, end)
             plan = self._planned(start, stop)
@@ -316,27 +316,27 @@ class ChunkedBatches(Batches):
             step = stop
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
-        """The micro-batches of the steps from `start` to `stop`, all of one epoch."""
+        """Return the micro-batches of the steps from `start` to `stop`, all of one epoch."""
         return [self.sampler.step(step) for step in range(start, stop)]
 
     def _gather(
         self, micro_batches: list[MicroBatchIndices], first_step: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each micro-batch, in their order from `first_step` on."""
+        """Return the inputs and targets of each micro-batch, in order from `first_step` on."""
         raise NotImplementedError
 
 
 class StaticBatches(ChunkedBatches):
     """Batches of small, unaugmented data, normalized once and kept on the device.
 
-    One gather and one split serve up to 64 MB of batches: a step costs about a microsecond.
+    One gather and one split produce up to 64 MB of batches: a step costs about a microsecond.
     """
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource) -> None:
         inputs = prepare.inputs(source.inputs)
         super().__init__(sampler, prepare, inputs[0].numel() * inputs.element_size())
         self._targets = prepare.move(source.targets)
-        # Rows are gathered from contiguous memory; channels first is only a view.
+        # Rows are gathered from contiguous memory, channels last; channels first is only a view.
         self._permuted = prepare.channels_last and inputs.dim() == 4
         self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
 
@@ -345,8 +345,8 @@ class StaticBatches(ChunkedBatches):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         parts, stride = [micro_batch.indices for micro_batch in micro_batches], 1
         if any(len(part) % 16 for part in parts[:-1]):
-            # Kernels may sum in another order where memory is aligned otherwise: each micro-batch begins at a
-            # multiple of 16 rows, which are whole cache lines, as in a tensor of its own.
+            # Kernels may sum in another order if memory is aligned differently. So each micro-batch starts at
+            # a multiple of 16 rows, which are whole cache lines, as a separate tensor would.
             stride = 2
             parts = [each for part in parts for each in (part, np.zeros(-len(part) % 16, np.int64))]
         sizes = [len(part) for part in parts]
@@ -359,7 +359,7 @@ class StaticBatches(ChunkedBatches):
 
 @dataclass
 class RawBatches:
-    """Fetches a micro-batch from the source and augments it; worker processes get a copy of it."""
+    """Fetches a micro-batch from the source and augments it; each worker process gets a copy."""
 
     source: MapSource
     augment: Augment

@@ -1,4 +1,4 @@
-"""How samples of a user's dataset are understood: decided once from the first ones, said in a note each."""
+"""Infers the form of a user's samples from the first ones, with a note for each decision."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ptfast.data.decoding.pictures import UnknownScaleError, in_square, rgb_pixe
 from ptfast.data.label_checks import number_names, signed
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")
-"""Names by which samples with named parts give their target."""
+"""Names of the target in samples with named parts."""
 _CHANNELS = (1, 3, 4)
 _LABELS = (int, float, str, bytes, np.generic, np.ndarray, Tensor, list, tuple, Mapping)
 
 
 class InputOptions(NamedTuple):
-    """What else decides how samples are read."""
+    """Other options that decide how samples are read."""
 
     parameters: Sequence[str] | None = None
-    """Names that the model's `forward` takes; None if unknown."""
+    """Parameter names of the model's `forward`; None if unknown."""
     by_position: int = 1
-    """How many of them are given by position: 1, or 0 where `forward` takes keywords only."""
+    """How many of them are passed by position: 1, or 0 if `forward` takes keywords only."""
     image_size: int | None = None
-    """Side of the square that images are brought to."""
+    """Side in pixels of the square to which images are resized."""
 
 
 AS_GIVEN = InputOptions()
@@ -45,15 +45,15 @@ class SampleForm:
     """Reads samples of one dataset as `(input, target)`."""
 
     inputs: tuple[str, ...] = ()
-    """Names of the inputs; none where samples have their parts by position."""
+    """Names of the inputs; empty if samples are tuples or lists."""
     by_name: bool = False
-    """The model takes inputs by these names."""
+    """Whether inputs are passed to the model by these names."""
     target: str | int = 1
     converts: bool = False
-    """Some inputs are images, or numbers in a form that torch does not collate."""
+    """Whether some inputs are images, or numbers in a form that torch does not collate."""
     image_size: int | None = None
     classes: tuple[str, ...] | None = None
-    """The classes that texts name, by number."""
+    """Class names of text labels, by number."""
     notes: tuple[str, ...] = ()
     numbers: dict[str, int] = field(init=False, default_factory=dict)
 
@@ -61,7 +61,7 @@ class SampleForm:
         self.numbers.update({name: number for number, name in enumerate(self.classes or ())})
 
     def __call__(self, sample: Any, number: int) -> tuple[Any, Any]:
-        """The input and the target of sample `number`; D004 for a label that is missing or unknown."""
+        """Return the input and target of sample `number`; raise D004 for a missing or unknown label."""
         if self.inputs:
             parts = parts_of(sample)
             target = parts[str(self.target)]
@@ -87,11 +87,11 @@ class SampleForm:
 
 
 def form_of(sample: Any, options: InputOptions = AS_GIVEN) -> SampleForm | None:
-    """How samples like this one are read; None where they are `(input, target)` pairs of tensors or numbers.
+    """Return how samples like this one are read; None for `(input, target)` pairs of tensors or numbers.
 
     Raises:
-        DataError: D004 for samples with names none or several of which are a target's.
-        ConfigError: C011 for a size of images where there are none.
+        DataError: D004 for samples with named parts if none, or several, of the names stand for a target.
+        ConfigError: C011 for an image size if the inputs are not images.
     """
     parameters, by_position, size = options
     notes: list[str] = []
@@ -144,19 +144,19 @@ def form_of(sample: Any, options: InputOptions = AS_GIVEN) -> SampleForm | None:
 
 
 def parts_of(sample: Any) -> Mapping[str, Any]:
-    """The parts of a mapping, a dataclass or a named tuple by name."""
+    """Return the parts of a mapping, a dataclass or a named tuple by name."""
     if dataclasses.is_dataclass(sample):
         return {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
     return sample._asdict() if hasattr(sample, "_fields") else {**sample}
 
 
 def left_out(count: int) -> list[str]:
-    """The note on samples of more than two parts."""
+    """Return the note on samples of more than two parts."""
     return [f"of {count} parts of a sample, the first is the input, the second the target"] * (count > 2)
 
 
 def text_classes(labels: Iterable[tuple[int, Any]]) -> tuple[str, ...]:
-    """The names among text labels, in order; D004 names a sample without one."""
+    """Return the sorted class names among text labels; raise D004 for a sample without a text label."""
     names: list[str] = []
     for number, label in labels:
         if is_missing(label):
@@ -168,7 +168,7 @@ def text_classes(labels: Iterable[tuple[int, Any]]) -> tuple[str, ...]:
 
 
 def text_of(label: Any) -> str | None:
-    """The class that a text, bytes or a member of an Enum names; None for other labels."""
+    """Return the class name given by a string, bytes or an Enum member; None for other labels."""
     if isinstance(label, Enum) and not isinstance(label, int):
         return label.name
     if isinstance(label, np.ndarray) and label.ndim == 0 and label.dtype.kind in "US":
@@ -184,7 +184,7 @@ def _other_type(usual: str, number: int, label: Any) -> DataError:
 
 
 def check_labelled(samples: Any, numbers: Any) -> None:
-    """Raise DataError D004 for the first of samples, or labels, without a label, or of another type."""
+    """Raise DataError D004 for the first sample, or label, that is missing or of another type."""
     if isinstance(samples, Tensor):
         wrong = samples.isnan().reshape(len(samples), -1).any(1).nonzero()[:1, 0]
         numbers, samples = [numbers[place] for place in wrong], [(None, math.nan)] * len(wrong)
@@ -204,13 +204,13 @@ def is_missing(label: Any) -> bool:
 
 
 def missing(number: int, label: Any) -> DataError:
-    """The error for a sample without a label."""
+    """Return the error for a sample without a label."""
     what = f"sample {number:,} has no label: it is {label}"
     return DataError("D004", what, key="data", suggestion="Leave such samples out, or label them")
 
 
 def is_image_like(value: Any) -> bool:
-    """Return True for a PIL image, or an array of uint8 with the channels last."""
+    """Return True for a PIL image, or a uint8 array with the channels last."""
     if isinstance(value, np.ndarray):
         last = value.ndim == 3 and value.shape[2] in _CHANNELS and value.shape[0] not in _CHANNELS
         return last and value.dtype == np.uint8
@@ -236,7 +236,7 @@ def _needs_array(value: Any) -> bool:
 
 
 def as_array(value: Any, number: int) -> Any:
-    """Numbers of sample `number` in an array that torch collates; D005 if they are something else."""
+    """Return the numbers of sample `number` as an array that torch collates; raise D005 for other values."""
     array = np.asarray(value)
     try:
         kind = np.dtype(np.float64) if array.dtype == object else array.dtype.newbyteorder("=")
@@ -247,7 +247,7 @@ def as_array(value: Any, number: int) -> Any:
 
 
 def _parts(inputs: Any) -> Iterable[Any]:
-    """The parts of nested inputs; a list of numbers is one."""
+    """Return the leaves of nested inputs; a list of numbers is one leaf."""
     if isinstance(inputs, dict):
         inputs = [*inputs.values()]
     if not isinstance(inputs, (list, tuple)) or is_row(inputs):
@@ -256,7 +256,7 @@ def _parts(inputs: Any) -> Iterable[Any]:
 
 
 def converted(value: Any, size: int | None, number: int) -> Any:
-    """`value`, of sample `number`, in arrays, with images as uint8 tensors in squares of `size`."""
+    """Convert `value` of sample `number` to arrays, and images to uint8 tensors; `size` makes them square."""
     if isinstance(value, dict):
         return type(value)({name: converted(item, size, number) for name, item in value.items()})
     if isinstance(value, (list, tuple)) and not is_row(value):
@@ -281,9 +281,9 @@ def converted(value: Any, size: int | None, number: int) -> Any:
 
 
 def as_inputs(inputs: Any) -> Any:
-    """Inputs in types that models take: torch's default type for other floats, int64 for odd whole numbers.
+    """Cast inputs to types that models accept: floats to torch's default type, unusual integers to int64.
 
-    A lone bool input becomes a float; among other inputs it stays a bool mask.
+    A single bool input becomes a float; among other inputs it stays a bool mask.
     """
     return map_tensors(partial(_plain, alone=isinstance(inputs, Tensor)), inputs)
 
@@ -305,7 +305,7 @@ def _plain(part: Any, *, alone: bool) -> Any:
 
 
 def converted_types(inputs: Any) -> list[str]:
-    """The types among inputs that `as_inputs` converts, in words for a note."""
+    """Return which input types `as_inputs` converts, in words for a note."""
     pairs = zip(tensors_in(inputs), tensors_in(as_inputs(inputs)), strict=True)
     kinds = {(before.dtype, after.dtype) for before, after in pairs if before.dtype != after.dtype}
     return [

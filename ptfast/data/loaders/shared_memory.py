@@ -18,9 +18,9 @@ Bytes = NDArray[np.uint8]
 
 
 class SharedArrays:
-    """Memory for large arrays: of this process, or one for all ranks of a machine.
+    """Allocates large arrays, which the ranks of a machine share where possible.
 
-    The first rank of a machine fills anonymous memory that the others map: it is gone however the run ends,
+    The first rank of a machine fills anonymous memory that the others map. It is freed however the run ends,
     and takes no space in /dev/shm, which is small in containers. A rank that cannot map it has its own array.
     """
 
@@ -28,12 +28,12 @@ class SharedArrays:
         shares = ranks is not None and ranks.local_world_size > 1 and joined() and hasattr(os, "memfd_create")
         self._ranks = ranks if shares else None
         self.num_sharing = self._ranks.local_world_size if self._ranks is not None else 1
-        """Processes of this machine that share arrays."""
+        """Number of processes of this machine that share arrays."""
         self.note = f"in memory once for {self.num_sharing} ranks" if shares else ""
-        """Where they are, for the panel."""
+        """Where the arrays are, for the panel."""
 
     def fill(self, shape: tuple[int, ...], fill: Callable[[Bytes], T]) -> tuple[Bytes, T]:
-        """An array of `shape` filled by `fill`, and what `fill` returned. To be called on all ranks."""
+        """Return an array of `shape`, filled by `fill`, and the result of `fill`. Call it on all ranks."""
         array, ranks, size = None, self._ranks, math.prod(shape)
         if ranks is None:
             array = np.zeros(shape, np.uint8)
@@ -49,7 +49,7 @@ class SharedArrays:
         why = None
         if array is None:
             try:
-                # Writable to this process alone, since torch knows no other arrays.
+                # Copy on write, because torch does not support read-only arrays.
                 with open(f"/proc/{process}/fd/{number}", "rb") as file:  # noqa: PTH123 - must stay unresolved
                     mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
                 array = np.frombuffer(mapped, np.uint8).reshape(shape)

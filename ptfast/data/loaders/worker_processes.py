@@ -1,4 +1,4 @@
-"""Worker processes that fetch and augment whole micro-batches, in order, without randomness of their own."""
+"""Worker processes that fetch and augment whole micro-batches, in order and deterministically."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from ptfast.core.tensors.torch_internals import worker_signals
 from ptfast.core.tensors.trees import tensors_in
 
 RAISED = (Exception, SystemExit)
-"""Exceptions of a dataset: `sys.exit` in it must not end a run as if it were finished."""
+"""Exceptions that are caught from a dataset: its `sys.exit` must not end a run as if it were finished."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run, and must not end its workers."""
+"""Signals that end a run but must not end its workers."""
 _END = object()
 _CLOSE_S = 2.0
-"""How long a worker that is reading may take to stop."""
+"""Seconds that a worker may take to stop."""
 
 
 @dataclass
 class _Fetch(Dataset[Any]):
-    """A dataset indexed by `MicroBatchIndices`: raw batches, or the error that reading one raised."""
+    """A dataset indexed by `MicroBatchIndices` that returns raw batches, or the error of reading one."""
 
     batches: Callable[[Any], Any]
 
     def __getitem__(self, micro_batch: Any) -> Any:
         try:
             raw = self.batches(micro_batch)
-            # The queue would do it in a thread of its own, where an error would hang whoever waits.
+            # The queue would do this in its own thread, where an error would hang the receiver.
             for tensor in tensors_in(raw):
                 tensor.share_memory_()
         except PtfastError as error:
             return error
         except BaseException as error:
-            # Signals are ignored here: KeyboardInterrupt too is the dataset's own.
+            # Workers ignore signals, so even a KeyboardInterrupt was raised by the dataset.
             return failed(error)
         return raw
 
 
 class _Done:
-    """Tells workers to leave. One that was killed may have kept the lock of torch's own event for ever."""
+    """Tells workers to exit, with a timeout: a killed worker may hold the lock of torch's event forever."""
 
     def __init__(self, event: Any) -> None:
         self._event, self._is_set = event, False
@@ -70,10 +70,10 @@ class _Done:
 
 
 class WorkerPool:
-    """Processes that turn `MicroBatchIndices` into raw batches, of the same bits as without them.
+    """Processes that turn `MicroBatchIndices` into raw batches, bit-identical to those read in-process.
 
-    `batches` fetches one micro-batch and is copied into every worker. `among` counts the processes of this
-    pool and others together, and `key` sets their number, for messages.
+    `batches` fetches one micro-batch and is copied into every worker. `among` is the total number of
+    processes of this pool and others, and `key` the config key that sets it, for messages.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class WorkerPool:
                 raise DataError("D008", what, key="data", suggestion=hint) from None
 
     def fetch(self, plan: Iterable[Any]) -> Iterator[Any]:
-        """Raw batches of `plan`, in its order.
+        """Yield the raw batches of `plan`, in its order.
 
         Raises:
-            DataError: D008 for an exception in a worker; a worker's own PtfastError is raised as it is.
+            DataError: D008 for an exception in a worker; a worker's PtfastError is raised unchanged.
         """
         self.close()
         iterator: Any = None
@@ -113,7 +113,7 @@ class WorkerPool:
             self._iterator = iterator = self._start(plan)
             iterator._workers_done_event = _Done(iterator._workers_done_event)
             worker_signals._remove_worker_pids(id(iterator))
-            # Or the iterator, as it is deleted, would remove them a second time.
+            # Otherwise the iterator would remove them again when it is deleted.
             iterator._worker_pids_set = False
             while (raw := _next(iterator)) is not _END:
                 if isinstance(raw, PtfastError):
@@ -122,7 +122,7 @@ class WorkerPool:
         except (RuntimeError, OSError, EOFError) as error:
             if (lack := _lack(error)) is not None:
                 raise lack from None
-            # Batches of a worker that is gone cannot be received: the connection to it fails.
+            # Batches of a dead worker cannot be received: the connection to it fails.
             if isinstance(error, RuntimeError) and "worker" not in str(error).lower():
                 raise
             raise self._died(iterator) from None
@@ -139,7 +139,7 @@ class WorkerPool:
             for process in iterator._workers:
                 process.kill()
 
-        # A worker that is stuck in a read ignores SIGTERM too, and torch would wait for each in turn.
+        # Workers that are stuck in a read ignore SIGTERM too, and torch would wait for each in turn.
         late = threading.Timer(_CLOSE_S, kill)
         late.start()
         try:
@@ -150,7 +150,7 @@ class WorkerPool:
 
     def _start(self, plan: Iterable[Any]) -> Any:
         with warnings.catch_warnings():
-            # The panel warns of too many workers.
+            # The panel warns about too many workers itself.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             loader = DataLoader(
                 self._fetch,
@@ -165,7 +165,7 @@ class WorkerPool:
                 # The default draws from the global generator: dropout would differ with and without workers.
                 generator=torch.Generator(),
             )
-            # A signal would end processes that do not ignore it yet.
+            # Block signals until the new processes ignore them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
             try:
                 return iter(loader)
@@ -187,9 +187,9 @@ class WorkerPool:
 
 
 def _next(iterator: Any) -> Any:
-    """The next batch of a torch loader's iterator, or `_END`.
+    """Return the next batch of a torch loader's iterator, or `_END`.
 
-    When a worker dies, torch raises from its SIGCHLD handler wherever the main thread is, even while a state
+    When a worker dies, torch's SIGCHLD handler raises wherever the main thread is, even while a checkpoint
     is saved. So workers are registered with it during this wait only, after a check for earlier deaths.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -204,7 +204,7 @@ def _next(iterator: Any) -> Any:
 
 
 def failed(error: BaseException, dataset: Any = None) -> PtfastError:
-    """The error for an exception raised by reading a batch, naming the method of the user's `dataset`."""
+    """Return the error for an exception in reading a batch; it names the method of the user's `dataset`."""
     if (lack := _lack(error)) is not None:
         return lack
     theirs = dataset is not None or _passes_through(error, None)
@@ -220,9 +220,9 @@ def failed(error: BaseException, dataset: Any = None) -> PtfastError:
 
 @contextlib.contextmanager
 def as_data_errors(dataset: Any, *, seen: bool = False) -> Iterator[None]:
-    """Turn exceptions of a user's dataset into a DataError D008 that names it and the place.
+    """Turn exceptions of a user's dataset into a DataError D008 that names the dataset and the method.
 
-    With `seen`, only those that pass through the user's code: others are faults of ours.
+    With `seen`, convert only exceptions that pass through the user's code; others are bugs of ptfast.
     """
     try:
         yield
@@ -243,7 +243,7 @@ def _passes_through(error: BaseException, dataset: Any) -> bool:
 
 
 def _lack(error: BaseException) -> MachineError | None:
-    """The error for too few file descriptors or too little shared memory, if `error` is about them."""
+    """Return the error for too few file descriptors or too little shared memory, if `error` is about them."""
     text = str(error)
     if "Too many open files" in text:
         what = "too few for the files of the data and the batches of its workers"
@@ -261,12 +261,12 @@ def _identity(raw: Any) -> Any:
 
 
 def _start_worker(threads: int, _: int) -> None:
-    # Signals of a terminal reach the whole group: workers serve until the parent has saved and closes them.
+    # A terminal signals the whole process group; workers keep serving until the parent saves and closes them.
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
 
-    # The queue's own thread would drop what it cannot send, and the parent would wait for it forever.
+    # By default the queue's thread drops items that it cannot send, and the parent would wait forever.
     def send_failure(queue: Any, error: Exception, item: Any) -> None:
         if isinstance(item, tuple):
             queue.put((item[0], failed(error)))
