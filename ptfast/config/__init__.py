@@ -1,1 +1,1 @@
-"""From arguments and YAML files to a validated config of plain values; the only place that knows Hydra."""
+"""Turn arguments and YAML files into a validated config; the only package that uses Hydra."""

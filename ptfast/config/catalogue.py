@@ -1,4 +1,4 @@
-"""Every technique, from the `records.yaml` next to its code, and which apply on this machine."""
+"""The techniques, read from the `records.yaml` next to their code, and which of them apply here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ptfast.core.sections.section import Need, Technique
 
 
 def read_records(file: Path) -> Iterator[Technique]:
-    """The records in a file, which has them by family and name."""
-    # Read as text alone: to YAML 1.1 the keys `on` and `off` are true and false.
+    """Yield the techniques in a file, where they are grouped by family and name."""
+    # Load every value as text: YAML 1.1 reads the keys `on` and `off` as booleans.
     families = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     for family, records in families.items():
         for name, record in records.items():
@@ -39,12 +39,12 @@ CATALOGUE: tuple[Technique, ...] = tuple(
 
 
 def plain_name(name: str) -> str:
-    """A name of a technique or a family, which is given in words or joined by hyphens."""
+    """Return the name of a technique or family in lower case, with spaces for hyphens and underscores."""
     return name.lower().replace("-", " ").replace("_", " ").strip()
 
 
 def technique_named(name: str) -> Technique:
-    """The technique of a name that `--only` gave, in words or joined by hyphens, or a C003."""
+    """Return the technique that `--only` names, with spaces or hyphens; raise C003 if there is none."""
     names = {plain_name(technique.name): technique for technique in CATALOGUE}
     if plain_name(name) not in names:
         hint = did_you_mean(name, [each.name for each in CATALOGUE]) or "ptfast techniques lists them"
@@ -53,7 +53,7 @@ def technique_named(name: str) -> Technique:
 
 
 _GPU_FILES = ("dev/nvidia0", "dev/kfd", "dev/dxg")
-"""Files of Linux for a GPU that torch may compute on: NVIDIA's, AMD's, and either one under Windows."""
+"""Linux device files of GPUs that torch can use: NVIDIA's, AMD's, and either one under WSL."""
 OF_THE_RUN: dict[Need, str] = {
     "images": "on images",
     "sequences": "on sequences",
@@ -66,24 +66,24 @@ OF_THE_RUN: dict[Need, str] = {
 
 
 class Applicability(NamedTuple):
-    """If a technique applies, and in words: `yes`, perhaps with where, or `no` with the reason."""
+    """Whether a technique applies, and the text to show: `yes` with conditions, or `no` with the reason."""
 
     applies: bool
     text: str
 
 
 class ThisMachine:
-    """The needs of techniques that this machine meets, looked up when first asked for."""
+    """Checks whether this machine meets the needs of techniques; detects the device on first use."""
 
     @cached_property
     def device(self) -> str:
-        """`cuda`, `mps` or `cpu`. Imports torch, which takes seconds, only where there may be a GPU."""
+        """`cuda`, `mps` or `cpu`. Imports torch, which takes seconds, only if there may be a GPU."""
         if sys.platform == "linux" and not any((ROOT / file).exists() for file in _GPU_FILES):
             return "cpu"
         return devices.device_type("auto")
 
     def lacks(self, need: Need) -> str | None:
-        """Why `need` is not met here, as a clause; None where it is, or is no matter of the machine."""
+        """Return why `need` is not met, as a clause; None if it is met or independent of the machine."""
         if need in OF_THE_RUN:
             return None
         if need == "cores":
@@ -115,7 +115,7 @@ class ThisMachine:
 
 
 def verdict(technique: Technique, machine: ThisMachine) -> Applicability:
-    """Judge if `technique` applies on `machine`, by what it needs."""
+    """Return whether `machine` meets the needs of `technique`."""
     for need in technique.needs:
         if lack := machine.lacks(need):
             return Applicability(False, f"no: {lack}")
@@ -124,18 +124,18 @@ def verdict(technique: Technique, machine: ThisMachine) -> Applicability:
 
 
 def default_state(technique: Technique, tree: Mapping[str, Any]) -> str:
-    """`on`, `off`, or `auto` where each run decides: the state of `technique` in the config `tree`."""
+    """Return the state of `technique` in the config `tree`: `on`, `off`, or `auto` if each run decides."""
     off, states = dict(_settings(technique.off)), set[str]()
     for key, value in _settings(technique.on):
         now: Any = reduce(lambda part, name: (part or {}).get(name), key.split("."), tree)
-        # An amount other than that of the record, such as a shorter warm-up, is on, too.
+        # Other amounts than the record's, such as a shorter warm-up, also count as on.
         is_on = now == value or (off.get(key) == 0 and now and now != "auto")
         states.add("on" if is_on else "auto" if now == "auto" else "off")
     return next((state for state in ("off", "auto") if state in states), "on")
 
 
 def _settings(words: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """The keys that overrides set, and their values; an option sets those of its file."""
+    """Yield the keys and values that overrides set; an option sets the keys of its file."""
     for word in words:
         key, _, text = word.partition("=")
         if "." in key:

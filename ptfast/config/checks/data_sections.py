@@ -1,4 +1,4 @@
-"""Sections of datasets besides the run's own, which inherit its keys: evaluation sets, parts of a mixture."""
+"""Inheritance of dataset keys: evaluation sets inherit from `data`, a mixture's parts from its first part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SET_NAME = re.compile(r"(?!(train|val|test|best)$)[A-Za-z][\w-]*")
 
 
 def with_inherited(tree: Tree) -> Tree:
-    """A config whose evaluation sets inherit keys of its data, and parts of a mixture those of the first."""
+    """Fill in inherited keys: for evaluation sets from `data`, for parts of a mixture from the first part."""
     data, evals = tree.get("data"), tree.get("evals")
     base: Tree = data if isinstance(data, dict) else {}
     if base.get("_target_") == MIXTURE:
@@ -39,20 +39,18 @@ def with_inherited(tree: Tree) -> Tree:
 
 
 def _inherited(base: Tree, own: Any, key: str) -> Any:
-    """A dataset's section with the keys of `base` that it does not name, if both are of one class.
-
-    Data that lies elsewhere inherits no files of targets and of held-out splits.
-    """
+    """Add the keys of `base` that a dataset's section does not set, if both have the same class."""
     if not isinstance(own, dict):
         return own
     if (option := own.get("data")) is not None:
         paths.check_option("data", option, ["data"], key)
         keys = [item for file in lineage("data", paths.options("data")[option]) for item in file.data.items()]
-        # What an option leaves open is inherited; normalization is a matter of the run.
+        # Keys that an option leaves unset are inherited; normalization belongs to the run.
         own = {k: v for k, v in keys if k not in _OF_THE_RUN and v not in (None, "???")} | own
         del own["data"]
     if own.get("_target_", base.get("_target_")) != base.get("_target_"):
         return own
+    # Data in another location does not inherit files of targets and held-out splits.
     moves = any(own.get(name) is not None for name in _LOCATIONS)
     held_out = [k for k in base if k.startswith(("val_", "test_"))]
     left = (*_NOT_INHERITED, *(("targets", "val", *SPLIT_KEYS, *_LOCATIONS, *held_out) if moves else ()))

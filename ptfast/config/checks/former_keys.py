@@ -1,4 +1,4 @@
-"""Keys and values that the version before had, and today's in their place; dropped at the next release."""
+"""Keys and values of the previous version and their replacements; removed in the next release."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ptfast.core.errors import ConfigError
 
 
 class Former(NamedTuple):
-    """What became of a key of the version before."""
+    """The replacement of a key from the previous version."""
 
     default: Any
-    """Its value where it was not set."""
+    """Its default in the previous version."""
     key: str | None = None
-    """Its name today, the same if only values are gone; None if the key is."""
+    """Its current name, unchanged if only values were removed; None if the key was removed."""
     values: tuple[tuple[Any, Any], ...] = ()
-    """Former values and today's."""
+    """Pairs of a former value and its replacement."""
 
     def today(self, value: Any) -> Any:
-        """Today's value for a former one."""
+        """Return the current value for a former one."""
         return next((new for old, new in self.values if old == value), value)
 
 
@@ -35,17 +35,17 @@ FORMER = {
     "compile.keep": Former(False),
     "parallel.float8_gather": Former(False),
     "augment.augmix_severity": Former(3),
-    # Both computed as `highest` and `none` do, but for rounding.
+    # Both former values computed the same as `highest` and `none`, up to rounding.
     "precision.matmul_precision": Former(None, "precision.matmul_precision", (("auto", "highest"),)),
     "compile.mode": Former(None, "compile.mode", (("pointwise", "none"),)),
 }
 _SCHEDULES = "ptfast.techniques.schedule.lr_schedules"
 CHANGED = {"augment.brightness": 0.0, "augment.contrast": 0.0, "augment.saturation": 0.0}
-"""Former defaults of keys that are null by default now."""
+"""Former defaults of keys whose default is now null."""
 
 
 def drop_former(tree: dict[str, Any]) -> list[ConfigError]:
-    """Remove former keys from a config, in place; C002 for those with another value than their default."""
+    """Remove former keys from a config in place; return a C002 for each that is not at its default."""
     problems = list[ConfigError]()
     for name, former in FORMER.items():
         section, _, key = name.rpartition(".")
@@ -63,7 +63,7 @@ def drop_former(tree: dict[str, Any]) -> list[ConfigError]:
 
 
 def drop_gone(tree: dict[str, Any]) -> None:
-    """Leave out of the config of an earlier run, whose model is used, how training went that is gone."""
+    """Remove training settings that no longer exist from the config of a run whose model is only loaded."""
     for name, former in FORMER.items():
         section, _, key = name.rpartition(".")
         if former.key is None and isinstance(given := tree.get(section), dict):
@@ -75,7 +75,7 @@ def drop_gone(tree: dict[str, Any]) -> None:
 
 
 def rename_former(tree: dict[str, Any]) -> None:
-    """Give the keys in a whole config of an earlier run, which names every key, their names of today."""
+    """Rename former keys, in place, in the whole config of an earlier run."""
     for name, former in FORMER.items():
         section, _, key = name.rpartition(".")
         if former.key and isinstance(given := tree.get(section), dict) and key in given:
@@ -88,7 +88,7 @@ def rename_former(tree: dict[str, Any]) -> None:
 
 
 def in_todays_keys(flat: dict[str, Any]) -> dict[str, Any]:
-    """A flat config of any age by today's names, to be compared with one of today."""
+    """Return a flat config of any version with current names, for comparison with a current one."""
     now = dict(flat)
     for name, former in FORMER.items():
         value = now.pop(name, former.default)

@@ -1,4 +1,4 @@
-"""Resolving interpolations of a whole config at once, so that a broken one is found at the start."""
+"""Resolve all interpolations of a config at once, so that a broken one is found at the start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:.][^${}:]*)\}")
 _MOST_CHARS = 1_000_000
-"""Characters that one value may come to."""
+"""Maximum length of one value after its interpolations are expanded."""
 _RESOLVERS = (
     *("oc.env", "oc.select", "oc.decode", "oc.create", "oc.deprecated"),
     *("oc.dict.keys", "oc.dict.values"),
@@ -32,7 +32,7 @@ _RESOLVERS = (
 
 
 def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
-    """A copy of `tree` with every interpolation replaced by its value; rejects all that cannot be."""
+    """Return a copy of `tree` with interpolations replaced by their values; report all that fail at once."""
     config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:
         what = f"its interpolations expand to more than {_MOST_CHARS:,} characters"
@@ -49,7 +49,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
         except (OmegaConfBaseException, RecursionError) as error:
             what, hint = _why_broken(error, config)
             written = parent._get_node(name)._value()
-            # Of keys that lead to one cause, the one that names it is told.
+            # If several keys fail for the same cause, report the one that names it.
             if what not in found or what.split()[-1] in str(written):
                 at = {"key": key, "value": written, "place": place(key)}
                 found[what] = ConfigError("C008", what, suggestion=hint, **at)
@@ -71,7 +71,7 @@ def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tu
 
 
 def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[str, str | None]:
-    """What is wrong with an interpolation, and what to do about it."""
+    """Return the error of an interpolation, and its remedy."""
     message = str(error)
     if variable := re.search(r"Environment variable '([^']*)' not found", message):
         hint = f"Set it, or give a default: ${{oc.env:{variable[1]},DEFAULT}}"
@@ -91,7 +91,7 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
-    """Reject (C008) a value in which a `${...}` is no interpolation."""
+    """Raise C008 if a `${...}` in a value is not a valid interpolation."""
     try:
         parse(text)
     except GrammarParseError as error:
@@ -101,7 +101,7 @@ def check_grammar(key: str, text: str, place: str) -> None:
 
 
 def _env(*arguments: Any) -> Any:
-    """`oc.env`, whose values are hidden from then on wherever text is shown or written."""
+    """Resolve `oc.env`, and hide its value from then on in everything shown or written."""
     value = _oc_env(*arguments)
     if isinstance(value, str):
         keep_secret(value)
@@ -113,12 +113,12 @@ OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
 def _too_large(tree: dict[str, Any]) -> str | None:
-    """The first key that expands beyond any memory, by lines that each refer twice to the next; or None."""
+    """Return the first key whose nested references would expand beyond `_MOST_CHARS`, or None."""
     sizes: dict[str, int] = {}
     values = flatten(tree)
 
     def size(key: str) -> int:
-        """Characters at a key or below it; 0 while it is being counted, which a circle comes back to."""
+        """Count the characters at or below a key; 0 if a circle comes back to a key being counted."""
         if key in sizes:
             return sizes[key]
         sizes[key] = 0
@@ -137,7 +137,7 @@ def _too_large(tree: dict[str, Any]) -> str | None:
 
 
 def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
-    """`tree` as a file may have it: references to the environment kept, any other `${` as text."""
+    """Return `tree` for writing to a file: references to the environment are kept, other `${` escaped."""
     references: list[str] = []
 
     def refer(*arguments: Any) -> str:
@@ -165,18 +165,18 @@ def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -
 
 
 def variable_sections() -> set[str]:
-    """The names of sections that only interpolations read: `vars`, and groups that the package lacks."""
+    """Return the sections that only interpolations read: `vars`, and the user's own groups."""
     return {VARIABLES, *(set(paths.own_groups()) - set(Config.model_fields))}
 
 
 def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
-    """Reject what was typed for a variable that no key of `tree` refers to; warn of such groups."""
+    """Reject typed variables that no key of `tree` refers to; return warnings about such groups."""
     sections = variable_sections()
     typed = [key for key, place in places.items() if place == COMMAND_LINE]
     typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]
     references = " ".join(str(value) for value in flatten(tree).values() if "${" in str(value))
     known = sorted(set(re.findall(rf"\b(?:{'|'.join(map(re.escape, sections))})\b(?:\.\w+)*", references)))
-    # A reference to a key names those inside it, and those that contain it.
+    # A reference to a key also uses the keys inside it and the sections around it.
     named = {
         key for key in (*typed, *sections) if lies_in(key, known) or any(lies_in(k, [key]) for k in known)
     }
@@ -197,7 +197,7 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
 
 
 def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) -> None:
-    """Delete the keywords of an option whose target the user has replaced, if the new target lacks them.
+    """Delete keywords of an option whose target the user replaced, if the new target does not take them.
 
     `optimizer._target_=torch.optim.RMSprop` over the option `adamw` drops its `betas` and keeps its `lr`. A
     key is inherited if an option file or a preset sets it, not the user.
@@ -209,7 +209,7 @@ def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) ->
         try:
             kept = keywords(locate(str(section.get("_target_"))))
         except PtfastError:
-            continue  # validation says what is wrong with it
+            continue  # validation reports it
         own = section_of(Config.model_fields[name].annotation)
         fixed = own.model_fields if own else {}
         for key in list(section):

@@ -1,4 +1,4 @@
-"""Rules across keys of a config: those of the run as a whole here, those of its parts are with the parts."""
+"""Rules across keys for the run as a whole; rules for one part of it are next to that part's code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def across_keys(config: Config, place: PlaceOf) -> tuple[Config, list[PtfastError]]:
-    """The config with one length, and what contradicts itself, or else what this machine cannot run."""
+    """Return the config with one length, and its broken rules; machine rules only if no other is broken."""
     found: list[PtfastError] = []
     if config.epochs is None and config.steps is None:
         what = "required, but not set"
@@ -63,7 +63,7 @@ UNUSED_OF_RUN = (
 
 
 def unused_keys(config: Config, place: PlaceOf) -> Iterator[str]:
-    """Warn of typed keys that have no effect, which is no error: a sweep may be over their switch."""
+    """Yield warnings about typed keys without effect; not errors, because a sweep may vary their switch."""
     facts = dict(config)
     for unused in (*(each for family in FAMILIES for each in family.unused), *UNUSED_OF_RUN):
         if call_with(unused.used, facts):
@@ -78,7 +78,7 @@ def unused_keys(config: Config, place: PlaceOf) -> Iterator[str]:
 
 
 def losing_length(place: PlaceOf) -> str | None:
-    """Which of epochs and steps gives way where both are set; None where they contradict."""
+    """Return which of `epochs` and `steps` is overridden if both are set; None if they contradict."""
     epochs_file, steps_file = (place(key).rpartition(":")[0] or place(key) for key in ("epochs", "steps"))
     if epochs_file == steps_file:
         return None
@@ -108,7 +108,7 @@ def device_is_there(device: str) -> PtfastError | None:
 
 
 def evenly_cut(config: Config) -> list[ConfigError]:
-    """What is wrong with a batch that ranks and micro-batches share, where their number is known."""
+    """Return the errors of splitting a batch over ranks and micro-batches, if their number is known."""
     parallel = config.parallel
     nproc, nnodes = (1, 1) if parallel.strategy == "single" else (parallel.nproc, parallel.nnodes)
     try:
@@ -120,7 +120,7 @@ def evenly_cut(config: Config) -> list[ConfigError]:
 
 
 def check_batch(config: Config, ranks: int, known: int = 0) -> int:
-    """The number of micro-batches of a batch (`known` if it is resumed); rejects one that does not divide."""
+    """Return the number of micro-batches (`known` when resuming); raise C010 or C011 if it does not fit."""
 
     def nearest(value: int, of: int) -> str:
         below = value // of * of

@@ -32,19 +32,19 @@ from ptfast.core.sections.targets import (
 Locate = Callable[[str], Any]
 SECTIONS = ("data", "model", "sampling", "optimizer", "schedule", "logger")
 _OF_SAMPLES = frozenset({"seed", "epoch", "num_samples", "labels", "weights", "data_source"})
-"""What an order of samples is called with, by name."""
+"""Keyword arguments that an order of samples is called with."""
 _FACTS: dict[str, frozenset[str]] = {
     "model": frozenset({*(field.name for field in dataclasses.fields(DataInfo)), "pretrained"}),
     "sampling": _OF_SAMPLES,
     "metrics": METRIC_FACTS,
 }
-"""Keywords that ptfast gives by itself."""
+"""Keywords that ptfast passes itself."""
 _OF_OWN_DATA = {
     "image_size": inspect.Parameter(
         "image_size", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[int, AT_LEAST_ONE]
     )
 }
-"""Keywords that count for a user's dataset, and are given to one that takes them."""
+"""Keywords that may be set for any user's dataset, and are passed only if it takes them."""
 _RANGES = {
     **dict.fromkeys(("lr", "max_lr", "base_lr", "eps"), POSITIVE),
     **dict.fromkeys(("weight_decay", "lr_decay", "eta_min"), NOT_NEGATIVE),
@@ -52,16 +52,16 @@ _RANGES = {
     **dict.fromkeys(("attention_dropout", "drop_rate", "drop_path_rate", "stochastic_depth_prob"), FRACTION),
     **dict.fromkeys(("width", "depth", "hidden_size", "num_layers", "num_heads"), AT_LEAST_ONE),
 }
-"""Ranges of keywords in `LIBRARIES`. A class of ours, or of a user, has them in its signature."""
+"""Ranges of keywords in `LIBRARIES`; classes of ptfast or of users have them in their signatures."""
 _TYPES: dict[type, Any] = {
     bool: bool | None,
     float: float | list[float],
     int: int | float | list[int | float],
     Duration: Duration,
 }
-"""The type that the default of a keyword without an annotation stands for; a bool is an int, too."""
+"""Types of keywords without an annotation, by their default; bool comes first because it is an int."""
 _PASSING_ON = (*LIBRARIES, "ptfast.models")
-"""Packages whose functions pass keywords that they do not name on to these libraries."""
+"""Packages whose functions forward keywords they do not name to these libraries."""
 
 
 def check_target(
@@ -72,7 +72,7 @@ def check_target(
     locate: Locate = locate,
     prefix: str | None = None,
 ) -> tuple[Target, list[PtfastError]]:
-    """Check what kind of thing a target is, its keywords and their values.
+    """Check a target's kind, its keywords and their values.
 
     Args:
         section: one of `SECTIONS`, `callbacks`, `task`, or `` for a target inside another's keywords.
@@ -137,16 +137,16 @@ def _check_nested(value: Any, key: str, section: str, locate: Locate) -> tuple[A
 def _unknown(target: Target, name: str, section: str, key: str, known: list[str]) -> list[PtfastError]:
     value = target.kwargs[name]
     if (section, name, value) == ("optimizer", "fused", "auto"):
-        return []  # an option file may say so for any optimizer: on where there is such a thing
+        return []  # option files may set it for any optimizer: used only where supported
     hint = did_you_mean(name, known, f"{key.removesuffix(name)}{{}}")
     hint = hint or (f"It takes {', '.join(known[:12])}" if known else "It takes no keywords")
     return [ConfigError("C002", "unknown key", key=key, value=value, suggestion=hint)]
 
 
 def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
-    """The keywords that a config may set, each annotated with the type and the range of its values.
+    """Return the keywords that a config may set, each annotated with the type and range of its values.
 
-    What ptfast passes itself is left out: parameters, outputs and targets, the length of the run.
+    Arguments that ptfast passes itself are left out: parameters, outputs and targets, the run's length.
     """
     parameters = keywords(function)
     is_class = inspect.isclass(function)
@@ -165,7 +165,7 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
         annotation, default = parameter.annotation, parameter.default
         if annotation is EMPTY or annotation is Any:
             annotation = next((wanted for kind, wanted in _TYPES.items() if isinstance(default, kind)), Any)
-        # A default outside the range says that this library means something else by the name.
+        # A default outside the range shows that this library uses the name for something else.
         if (bounds := ranges.get(name)) and bounds.contains(default):
             annotation = Annotated[annotation, bounds]
         if (section, name) == ("optimizer", "fused"):
@@ -190,7 +190,7 @@ _HOOK_CALLS = {name: [*inspect.signature(getattr(Callback, name)).parameters][1:
 
 
 def check_kind(found: Any, path: str, section: str) -> None:
-    """Raise a C009 unless `found` can be called for what the section needs."""
+    """Raise C009 unless calling `found` can return the kind of object that the section needs."""
     if isinstance(found, ModuleType):
         # The class is often next to or inside a module of its name: `torch.optim.SGD` for `torch.optim.sgd`.
         before, _, name = path.rpartition(".")
@@ -229,7 +229,7 @@ def check_kind(found: Any, path: str, section: str) -> None:
 
 
 def _fits(found: Any, section: str) -> bool:
-    """Return True if a class or function is, or makes, what a section needs."""
+    """Return True if a class or function is, or makes, the kind of object that a section needs."""
     is_class = inspect.isclass(found)
     if section == "optimizer":
         from torch.optim import Optimizer
@@ -244,7 +244,7 @@ def _fits(found: Any, section: str) -> bool:
         made = called.return_annotation if called else inspect.Signature.empty
         return made is inspect.Signature.empty or not inspect.isclass(made) or issubclass(made, nn.Module)
     if section == "data":
-        # Nothing is imported to tell: a part of a network has come with torch.
+        # No import is needed: if `found` is a module or an optimizer, torch is loaded.
         torch = sys.modules.get("torch")
         networks = (torch.nn.Module, torch.optim.Optimizer) if torch else ()
         methods = ("__getitem__", "__iter__", "load")
@@ -267,7 +267,7 @@ def _fits(found: Any, section: str) -> bool:
 
 
 def _check_calls(found: type, calls: Mapping[str, Sequence[str]]) -> None:
-    """Raise a C009 for a method that cannot be called with what it is given."""
+    """Raise C009 if a method cannot be called with the arguments that ptfast passes."""
     for name, takes in calls.items():
         method = inspect.getattr_static(found, name, None)
         if not inspect.isfunction(method):

@@ -1,4 +1,4 @@
-"""Which import paths a config from elsewhere may name: checked before the import, and along every alias."""
+"""Check the import paths in a config from elsewhere, before the import and along every alias."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ptfast.core.machine import cache_folder
 from ptfast.core.sections.targets import EXTRAS, locate
 
 _CALL = re.compile(r"\$\{[^{}]*:|\$\{[^{}]*\$\{")
-"""An interpolation that calls a resolver, or whose name is made by another one."""
+"""An interpolation that calls a resolver, or whose name contains another interpolation."""
 _URL = re.compile(r"\b(?!file:|sqlite:)[A-Za-z][\w+.-]*://|\bpipe:", re.IGNORECASE)
 _OUTSIDE = re.compile(r"^(file:)?[/~\\]|^sqlite:////|(^|[/\\])\.\.([/\\]|$)", re.IGNORECASE)
 """A path that is absolute or leads upwards."""
 ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
-# Of the functions in these packages only those that build models are called for a stranger's file:
-# torchvision also has functions that download and unpack.
+# A config from elsewhere may call only the functions in these packages: the rest of torchvision also
+# has functions that download and unpack files.
 _FUNCTION_ROOTS = ("torchvision.models", "ptfast.models", "ptfast.data.sampling.sample_orders")
 _CLASS_ROOTS = (
     *("ptfast.data", "ptfast.models", "ptfast.optim", "ptfast.tasks", "torchvision.transforms"),
@@ -35,11 +35,11 @@ _CLASS_ROOTS = (
 
 
 def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
-    """Import what `path` names, or raise a C009 unless all that it leads to is trusted."""
+    """Import the object that `path` names; raise C009 unless every step of the path is trusted."""
     covered = (*ROOTS, *packages)
 
     def visit(found: Any, path: str) -> None:
-        """Reject a step that leads outside, as the alias `torchvision.datasets.utils.os` does."""
+        """Reject a step out of the trusted packages, such as the alias `torchvision.datasets.utils.os`."""
         is_module = isinstance(found, ModuleType)
         home = found.__name__ if is_module else getattr(found, "__module__", None)
         inside = isinstance(home, str) and lies_in(home, covered)
@@ -73,9 +73,9 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
 
 
 def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bool = True) -> None:
-    """Reject values of a config from elsewhere that read the environment or name a server; typed ones may.
+    """Reject values of a config from elsewhere that read the environment, name a server or leave its folder.
 
-    Somebody else's file could otherwise have a variable's value sent to a host of its choice.
+    Typed values are allowed. Somebody else's file could send a variable's value to a host of its choice.
     """
     found: list[ConfigError] = []
     for key, value in flatten(tree).items():
@@ -96,7 +96,7 @@ def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bo
 
 
 def remember(config_file: Path) -> None:
-    """Note in the cache folder, if it can be written, that this user has made a frozen config's run."""
+    """Record in the cache folder, if it is writable, that this user made the run of a frozen config."""
     marker = _marker(config_file)
     with contextlib.suppress(OSError):
         marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,10 +104,10 @@ def remember(config_file: Path) -> None:
 
 
 def is_own(config_file: Path) -> bool:
-    """Return True if `remember` was called on this very text, whatever folder it lies in by now."""
+    """Return True if `remember` was called on a file with this exact content, even in another folder."""
     try:
         marker = _marker(config_file)
-        # In a cache folder that users share, only one's own word counts.
+        # In a shared cache folder, trust only markers in a folder that this user owns.
         return marker.is_file() and marker.parent.stat().st_uid == os.getuid()
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""Check a composed config, every key of it, and give the typed `Config` or all errors with their places."""
+"""Check every key of a composed config; return the typed `Config`, or raise all errors with their places."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ TASKS = ("auto", *protocols.TASKS)
 def validate(
     tree: dict[str, Any], place: PlaceOf, *, trusted: bool = True, extra_trust: Iterable[str] = ()
 ) -> Config:
-    """A composed config with every value in its type, and one of `epochs` and `steps` None.
+    """Return the typed config, in which one of `epochs` and `steps` is None.
 
     Args:
-        place: where a dotted key was given: `command line` or `file.yaml:12`.
-        trusted: False for a file that is not the user's own; its targets must lie in trusted packages.
-        extra_trust: packages that the user trusts; the `trust` in an untrusted tree does not count.
+        place: returns where a dotted key was given: `command line` or `file.yaml:12`.
+        trusted: False for a file that is not the user's own; its targets must be in trusted packages.
+        extra_trust: packages that the user trusts; the `trust` in an untrusted tree is ignored.
 
     Raises:
-        ConfigError: everything wrong with single keys, unknown ones first; else every broken rule
-            across keys; else everything that this machine lacks.
+        ConfigError: all errors of single keys, unknown keys first; else all broken rules across keys;
+            else all requirements that this machine does not meet.
     """
     locate_target = locate if trusted else partial(locate_trusted, packages=tuple(extra_trust))
-    # A fixed key that is misspelt or missing is reported before anything is imported, torch above all.
+    # Misspelled or missing fixed keys are reported before anything is imported, above all torch.
     checker = _Checker(tree, None)
     config = checker.check()
     if all(problem.code not in ("C002", "C016") for problem in checker.problems):
@@ -60,7 +60,7 @@ def validate(
     return config
 
 
-# What other programs call keys that have another name, or another place, here.
+# Names of keys in other programs, and the keys here.
 ELSEWHERE = {
     "lr": "optimizer.lr",
     "learning_rate": "optimizer.lr",
@@ -86,21 +86,21 @@ ELSEWHERE = {
 
 
 def key_named(name: str, others: Iterable[str] = ()) -> str | None:
-    """The dotted key, fixed or among `others`, that a bare name stands for here or in other programs."""
+    """Return the dotted key, fixed or in `others`, that a bare name stands for here or in other programs."""
     fixed = [f"{section}.{key}" for section in Config.model_fields for key in _known_keys(section)]
     known = [*Config.model_fields, *fixed, *others]
     return ELSEWHERE.get(name) or next((key for key in known if key.rpartition(".")[2] == name), None)
 
 
 class _Checker:
-    """Collects what is wrong with single keys; without `locate` nothing is said of targets."""
+    """Collects errors of single keys; without `locate`, targets are not checked."""
 
     def __init__(self, tree: dict[str, Any], locate: Locate | None) -> None:
         self.tree, self.locate = tree, locate
         self.problems: list[PtfastError] = []
 
     def check(self) -> Config | None:
-        """The config, or None where `problems` says why not."""
+        """Return the config, or None if it is invalid; `problems` lists the errors."""
         self.problems += drop_former(self.tree)
         prepared = self._given(self.tree)
         try:
@@ -131,12 +131,12 @@ class _Checker:
             return None
 
     def _given(self, tree: Any, prefix: str = "") -> Any:
-        """A tree without what is still `???`, noted as not set."""
+        """Return the tree without its `???` values, and note them as not set."""
         if not isinstance(tree, (dict, list)):
             return tree
         items = tree if isinstance(tree, dict) else dict(enumerate(tree))
         for key in (key for key, value in items.items() if value == REQUIRED):
-            # It may have been given under a name that nothing here knows.
+            # It may have been given under a misspelled name.
             own = {*_known_keys(prefix.rstrip(".")), *(k for k, value in items.items() if value == REQUIRED)}
             others = [name for name in map(str, items) if name not in own and not name.startswith("_")]
             near = nearest(str(key), others)
@@ -148,14 +148,14 @@ class _Checker:
         return given if isinstance(tree, dict) else list(given.values())
 
     def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
-        """A section's fixed keys, with its target's keywords gathered under `target`."""
+        """Return a section's fixed keys, with its target's keywords gathered under `target`."""
         fields, kind = section.model_fields, "data" if section is DataSection else name
         fixed = [key for key in fields if key not in GATHERED]
         if name != kind:
-            # All of an evaluation set counts, unless it is held out of the training data.
+            # An evaluation set is used whole, unless it is held out of the training data.
             given, fixed = {"val": 0, **given}, ["val", "collate", *SPLIT_KEYS]
         if kind == "data" and self.locate is not None:
-            with contextlib.suppress(PtfastError):  # which checking the target reports
+            with contextlib.suppress(PtfastError):  # reported when the target is checked
                 taken = {*SPLIT_KEYS} & {*keywords(self.locate(str(given.get("_target_"))))}
                 taken = {key for key in taken if given.get(key) not in (None, fields[key].default)}
                 fixed = [key for key in fixed if key not in taken]
@@ -180,7 +180,7 @@ class _Checker:
     def _target(
         self, given: Any, key: str, section: str = "", fixed: Iterable[str] = (), *, called: bool = False
     ) -> Target:
-        """The checked target of a path or a mapping, without a path if it fails; if `called`, not before."""
+        """Return the checked target, or `Target("")` if invalid; a `called` function is called later."""
         target = {"_target_": given} if isinstance(given, str) else given
         try:
             target = parse_target(target) if isinstance(target, dict) else target
@@ -203,7 +203,7 @@ class _Checker:
         return target
 
     def _task(self, given: Any) -> Any:
-        """The task's name, with its options checked and gathered under `options`."""
+        """Return the task's name, with its options checked and gathered under `options`."""
         given = given if isinstance(given, dict) else {"name": given}
         name = given.get("_target_", given.get("name", "auto"))
         try:
@@ -225,7 +225,7 @@ class _Checker:
             return {"name": name}
         if self.locate is None:
             return {"name": name, "options": options}
-        # The options of `auto` are those of any built-in task.
+        # `auto` takes the options of any built-in task.
         paths = protocols.TASKS.values() if name == "auto" else [protocols.TASKS.get(name, name)]
         attempts = [
             check_target(Target(path, options), "task", fixed=("name",), locate=self.locate) for path in paths
@@ -254,7 +254,7 @@ class _Checker:
         return ConfigError("C004", expected, key=key, value=value)
 
     def _unknown(self, key: str, value: Any) -> PtfastError:
-        """An unknown key of a fixed section, or at the top."""
+        """Return the error for an unknown key of a fixed section, or at the top level."""
         section, _, name = key.rpartition(".")
         leaf = ""
         if isinstance(value, dict) and (leaves := flatten(value)):
@@ -272,11 +272,11 @@ class _Checker:
 
 
 def _known_keys(section: str) -> list[str]:
-    """The fixed keys of a section, or the top-level keys for an empty name."""
+    """Return the fixed keys of a section, or the top-level keys for an empty name."""
     model: type[Section] = Config
     for name in filter(None, section.split(".")):
         if name.isdigit():
-            continue  # one of a list
+            continue  # an index of a list
         field = model.model_fields.get(name)
         inner = (section_of(field.annotation) or entry_of(field.annotation)) if field else None
         if inner is None:
