@@ -1,1 +1,1 @@
-"""Foundations: every other room may use this one, which uses none."""
+"""Foundations that every other package of ptfast may import; it imports none of them."""

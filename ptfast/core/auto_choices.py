@@ -1,4 +1,4 @@
-"""The automatic choices of a run, as `resolved.json` and its checkpoints have them."""
+"""The automatic choices of a run, as recorded in `resolved.json` and in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ptfast.core.run_records import AutoChoice, SavedChoices, adapter, checked
 
 
 class AutoChoices:
-    """The automatic choices of a run, and facts that no key says; the first rank writes `resolved.json`."""
+    """The automatic choices of a run, and facts without a config key; rank 0 writes `resolved.json`."""
 
     def __init__(self, previous: dict[str, AutoChoice] | None = None) -> None:
         self.previous = previous or {}
-        """What a resumed run chose and noted when it began."""
+        """The choices and facts of the resumed run's first start."""
         self.made: dict[str, AutoChoice] = {}
         self.facts: dict[str, Any] = {}
         self.rows: dict[str, str | None] = {}
 
     def choose(self, key: str, value: Any, reason: str = "") -> Any:
-        """Record the value of a key; return it."""
+        """Record the value of a key, and return it."""
         self.made[key] = AutoChoice(key, value, reason)
         return value
 
     def note(self, name: str, value: Any, row: str | None = None) -> None:
-        """Record a fact, with its row in the panel if it has one."""
+        """Record a fact, and its row in the panel if it has one."""
         self.facts[name], self.rows[name.replace("_", " ")] = value, row
 
     def resolve(self, key: str, wanted: Any, kind: Any, decide: Callable[[], tuple[Any, str]]) -> Any:
-        """Record and return the value of a key: that of the config if it is not `auto`.
+        """Record and return the value of a key: the config's value, unless that is `auto`.
 
-        Otherwise the value that the run began with, of type `kind`, or else what `decide` returns with its
-        reason.
+        For `auto` it is the value of type `kind` that the run started with. A new run calls `decide`, which
+        returns a value and its reason.
         """
         if wanted != "auto":
             return self.choose(key, wanted)
@@ -46,11 +46,11 @@ class AutoChoices:
         return self.choose(key, *(decide() if before is None else (before, self.previous[key].reason)))
 
     def get(self, name: str) -> Any:
-        """The value of a key or a fact; None if it is not recorded."""
+        """Return the value of a key or a fact; None if it is not recorded."""
         return self.made[name].value if name in self.made else self.facts.get(name)
 
     def began_with(self, name: str, kind: Any) -> Any:
-        """The value when the run began, None for a new run; S001 if it is not of type `kind`."""
+        """Return the value that the run started with (None for a new run); S001 if it is not a `kind`."""
         found = self.previous.get(name)
         try:
             return found and adapter(kind | None).validate_python(found.value, strict=True)
@@ -58,15 +58,15 @@ class AutoChoices:
             raise _damaged(f"{name}: {error.errors(include_url=False)[0]['msg']}") from None
 
     def values(self) -> dict[str, Any]:
-        """All values, by key or name."""
+        """Return all values, by key or name."""
         return {key: choice.value for key, choice in self.made.items()} | self.facts
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `resolved.json`."""
+        """Return the content of `resolved.json`."""
         return {"choices": [*map(asdict, self.made.values())], "facts": self.facts}
 
     def write(self, folder: Path) -> None:
-        """Keep them in a run directory; called on the first rank."""
+        """Write them to a run directory; called on the first rank."""
         run_directory.write_json(folder / run_directory.RESOLVED, self.as_json())
 
 
@@ -85,8 +85,8 @@ _KEYS_OF_0_1 = {
 
 
 def _of_version_0_1(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`resolved.json` of version 0.1, which had a field for each choice and fact, as it is today."""
-    # A number or text of 0 or "" was not decided yet.
+    """Convert the `resolved.json` of version 0.1, which had a field for each choice and fact."""
+    # 0 and "" meant that the choice was not made yet.
     decided = {
         name: value
         for name, value in tree.items()
@@ -103,7 +103,7 @@ def _of_version_0_1(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_choices(folder: Path, facts: Mapping[str, Any] | None = None) -> dict[str, AutoChoice]:
-    """What a run chose and noted: from its directory, or without the file from a checkpoint's `facts`.
+    """Read a run's choices and facts from its directory, or from a checkpoint's `facts` if there is no file.
 
     S001 if the file is damaged.
     """

@@ -1,4 +1,4 @@
-"""The clock of a run, which books every second of its wall time on a cause."""
+"""The clock of a run, which assigns every second of wall time to a cause."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STARTED_VARIABLE = "PTFAST_STARTED"
-"""Variable with the moment from which the wall time of a run counts, by the clock that is never set."""
+"""Environment variable with the start time of a run, by the monotonic clock."""
 STEP = ("data", "transfer", "forward", "teacher", "backward", "gradient_sync", "optimizer", "callbacks")
 """The phases of a training step."""
 CAUSES = (
     *("start_up", "warm_up", *STEP),
     *("evaluation", "saving", "logging", "measuring", "closing", "unexplained"),
 )
-"""All that the time of a run goes to, in the order in which it is shown."""
+"""All causes that a run's time is assigned to, in display order."""
 BETWEEN_STEPS = ("logging", "evaluation", None)
-"""What the host turns to while a device may still train."""
+"""Causes on the host while the device may still be training."""
 SAMPLED = 17
-"""One in so many steps is timed on a device. A prime: loaders stutter with the number of their workers."""
+"""One step in this many is timed on a device. A prime, because loaders stutter every num_workers steps."""
 
 
 class Clock:
-    """The wall time of a run by cause, from marks at which one cause ends and the next begins.
+    """The wall time of a run by cause; each mark ends one cause and starts the next.
 
     Args:
-        age_s: seconds that have gone by already: those of `start_up`, with which a run begins.
+        age_s: seconds elapsed so far, which count as `start_up`.
 
-    Cost: 0.25 us a mark, of which a training step has four to six.
+    Cost: 0.25 us a mark; a training step has four to six marks.
     """
 
     def __init__(self, age_s: float = 0.0) -> None:
@@ -45,39 +45,39 @@ class Clock:
         self._start = self._mark = time.perf_counter() - age_s
 
     def to(self, cause: str | None) -> None:
-        """From here on, time goes to `cause`; None books it nowhere."""
+        """Assign time to `cause` from now on; None assigns it to no cause."""
         now = time.perf_counter()
         self.seconds[self.cause] += now - self._mark
         self.cause, self._mark = cause, now
 
     def elapsed_s(self) -> float:
-        """Seconds since the start of the run, whatever they went to."""
+        """Return the seconds since the start of the run, of all causes."""
         return time.perf_counter() - self._start
 
     def moment(self) -> tuple[float, float, Any]:
-        """This moment for `between`: seconds without warm-up and measuring, all seconds, a device's event."""
+        """Return this moment for `between`: seconds without warm-up and measuring, all seconds, an event."""
         elapsed_s = self.elapsed_s()
         return elapsed_s - self.seconds["warm_up"] - self.seconds["measuring"], elapsed_s, None
 
     def between(self, begin: tuple[float, float, Any], end: tuple[float, float, Any]) -> float:
-        """Seconds from one moment to a later one, for throughputs; on a device, by its own time."""
+        """Return the seconds between two moments, for throughput; on a device, by the device's own time."""
         return end[0] - begin[0]
 
     @contextmanager
     def gathering(self, cause: str) -> Iterator[None]:
-        """Book all that happens inside on `cause`, whatever the marks in there say."""
+        """Assign all time inside this block to `cause`, ignoring the marks in it."""
         self.to(cause)
         outside, self.seconds = self.seconds, defaultdict(float)
         try:
             yield
         finally:
-            self.to(cause)  # a device has to finish what was begun inside
+            self.to(cause)  # wait for the device to finish the work of this block
             inside, self.seconds = self.seconds, outside
             self.seconds[cause] += sum(inside.values())
             self.to(None)
 
     def waiting(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; time goes to `data` while waiting for each, and on until the next mark."""
+        """Yield the same batches; time counts as `data` from each request until the next mark."""
         while True:
             self.to("data")
             batch = next(batches, None)
@@ -86,30 +86,30 @@ class Clock:
             yield batch
 
     def so_far(self, rest: str = "unexplained") -> dict[str, float]:
-        """Seconds by cause, for any thread: no mark; those that are not booked on one yet go to `rest`."""
+        """Return seconds by cause without a mark, from any thread; unassigned seconds go to `rest`."""
         booked = {cause: seconds for cause, seconds in self.seconds.copy().items() if cause is not None}
         return booked | {rest: booked.get(rest, 0.0) + self.elapsed_s() - sum(booked.values())}
 
     def ledger(self) -> dict[str, float]:
-        """Seconds by cause, all of `CAUSES`; `unexplained` is what is left of the wall time."""
+        """Return the seconds of all `CAUSES`; `unexplained` is the rest of the wall time."""
         self.to(self.cause)
         booked = {cause: self.seconds.get(cause, 0.0) for cause in CAUSES}
         return booked | {"unexplained": self.elapsed_s() - sum(booked.values())}
 
 
 class DeviceClock(Clock):
-    """A clock of training on a device that works asynchronously, where the host's time means nothing.
+    """A clock for training on an asynchronous device, where times measured on the host mean nothing.
 
-    Events in the device's queue mark some steps, and the host's work between steps (`BETWEEN_STEPS`).
-    Before any other cause the device is waited for, and the time since training began divided: work
-    between steps gets what its events say, the wait that it has cost; the steps share the rest as those
-    sampled.
+    Events in the device's queue mark sampled steps, and the host's work between steps (`BETWEEN_STEPS`).
+    Any other cause first waits for the device. The time since training started is then divided: work
+    between steps gets the time between its events, which is the device's wait for it. The steps share the
+    rest in the proportions of the sampled steps.
 
     Args:
-        before: the clock so far, which this one continues.
-        event: makes an event with `record`, `query`, `synchronize`, and `elapsed_time` in ms.
+        before: the clock that this one continues.
+        event: creates an event with `record`, `query`, `synchronize`, and `elapsed_time` in ms.
 
-    Cost: as for the host, and some 5 us a mark in one step of `SAMPLED` and between steps.
+    Cost: the host's, plus about 5 us a mark in one of `SAMPLED` steps and between steps.
     """
 
     def __init__(self, before: Clock, event: Callable[[], Any]) -> None:
@@ -118,7 +118,7 @@ class DeviceClock(Clock):
         self._event = event
         self._training, self._sampling, self._between, self._steps = False, False, False, 0
         self._marks = deque[tuple[str | None, bool, Any]]()
-        """Causes, whether they lie between steps, and the events at which they begin."""
+        """For each mark its cause, whether it lies between steps, and the event that starts it."""
         self._spare: list[Any] = []
         self._spans, self._samples = defaultdict[str, float](float), defaultdict[str, float](float)
         self._between_s = defaultdict["str | None", float](float)
@@ -135,7 +135,7 @@ class DeviceClock(Clock):
         was_marked = self._sampling or self._between
         # A callback may be called in a step or between steps.
         self._between = cause in BETWEEN_STEPS or (cause == "callbacks" and self._between)
-        # What a loader says while it transfers lies within one wait for data.
+        # A loader that marks `data` after `transfer` is still in the same wait for data.
         if cause == "data" and self.cause != "transfer":
             self._steps += 1
             self._sampling = self._steps % SAMPLED == 2
@@ -162,14 +162,14 @@ class DeviceClock(Clock):
     def between(self, begin: tuple[float, float, Any], end: tuple[float, float, Any]) -> float:
         paced_s = super().between(begin, end)
         with contextlib.suppress(RuntimeError):
-            # Warming up and measuring are not the device's pace either.
+            # Warm-up and measuring do not count for the device's throughput either.
             return begin[2].elapsed_time(end[2]) / 1e3 - (end[1] - begin[1] - paced_s)
         return paced_s
 
     def _stop_training(self, cause: str | None) -> None:
-        """Wait for the device if it trains, divide the time since it began, and go on to `cause`."""
+        """Wait for the device if it trains, divide the training time, and continue with `cause`."""
         if self._training:
-            with contextlib.suppress(RuntimeError):  # of a device that has failed
+            with contextlib.suppress(RuntimeError):  # the device has failed
                 self._record("training").synchronize()
             self.cause, self._training, self._sampling, self._between = "training", False, False, False
         super().to(cause)
@@ -177,7 +177,7 @@ class DeviceClock(Clock):
         for cause, seconds in self._between_s.items():
             self.seconds["training"] -= seconds
             self.seconds[cause] += seconds
-        # If no step was sampled, the time of these steps waits for one.
+        # If no step was sampled, the time of these steps stays in `training` until one is.
         self._split(self._spans)
         self._spare += (event for _, _, event in self._marks)
         for found in (self._marks, self._between_s, self._spans):
@@ -190,7 +190,7 @@ class DeviceClock(Clock):
         return event
 
     def _collect(self, *, finished: bool = False) -> None:
-        """Add up the time between marks that the device is past: all if it has `finished`."""
+        """Add up the time between the marks that the device has passed: all of them if it has `finished`."""
         with contextlib.suppress(RuntimeError):
             while len(self._marks) > 1 and (finished or self._marks[1][2].query()):
                 cause, between, begin = self._marks[0]
@@ -212,12 +212,12 @@ class DeviceClock(Clock):
 
 
 def label(cause: str) -> str:
-    """A cause as people read it."""
+    """Return a cause as displayed."""
     return cause.replace("_", "-" if cause.endswith("_up") else " ")
 
 
 def for_device(clock: Clock, device: torch.device) -> Clock:
-    """`clock`, or its continuation if the device works asynchronously and has events."""
+    """Return `clock`, or a `DeviceClock` that continues it if the device is asynchronous and has events."""
     if device.type == "cpu":
         return clock
     import torch

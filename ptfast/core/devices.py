@@ -1,6 +1,6 @@
-"""What the devices and tools of this machine support. Imports torch only where it has to ask it.
+"""Checks of this machine's devices and tools. Imports torch only in the checks that need it.
 
-`Unsupported` is an error before training, or with `runs` a warning; `auto` takes whatever is fast here.
+`Unsupported` is an error before training, or a warning if `runs`; `auto` selects the fastest supported value.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     import torch
 
 CPU_INFO = Path(os.environ.get("PTFAST_CPUINFO", "/proc/cpuinfo"))
-"""Linux's description of the CPU; tests set the variable to emulate another machine."""
+"""The file in which Linux describes the CPU; tests set the variable to emulate another machine."""
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "arm_bf16"}
-"""Names that Linux and torch have for bfloat16 instructions, the last two on Arm."""
+"""Names of bfloat16 instructions in Linux and torch; the last two are Arm's."""
 FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp", "arm_fp16_arith"}
-"""And for float16."""
+"""Names of float16 instructions."""
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 class Unsupported(NamedTuple):
-    """Something that a switch needs to run, or to run well, and this machine lacks.
+    """A requirement of a switch, to run or to run fast, that this machine does not meet.
 
     Args:
-        what: is missing, as a clause that follows `key=value: `.
+        what: the missing requirement, as a clause that follows `key=value: `.
         remedy: a sentence without its full stop.
-        runs: the switch still runs, only slower: a warning instead of an error.
+        runs: the switch still runs, but slower: a warning instead of an error.
     """
 
     what: str
@@ -40,21 +40,21 @@ class Unsupported(NamedTuple):
 
 
 def cannot_run(lack: Unsupported | None, key: str, value: Any) -> MachineError | None:
-    """An E005 for a lack that stops a run; one that only slows it down is not an error."""
+    """Return an E005 for `lack`, or None if nothing is missing or the run is only slower."""
     if lack is None or lack.runs:
         return None
     return MachineError("E005", lack.what, key=key, value=value, suggestion=lack.remedy)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the type of sums over many batches: float64, except on Apple's GPUs, which do not have it."""
+    """Return the dtype of sums over many batches: float64, or float32 on Apple GPUs, which lack float64."""
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def device_type(name: str) -> str:
-    """The type of a device: `cpu`, `cuda` or `mps`; `auto` is a GPU if there is one."""
+    """Return the type of a device: `cpu`, `cuda` or `mps`; `auto` is a GPU if there is one."""
     if name != "auto":
         return name.partition(":")[0]
     import torch
@@ -65,12 +65,12 @@ def device_type(name: str) -> str:
 
 
 def usable_type(name: str) -> str:
-    """As `device_type`, but `cpu` if there is no such device, which another check reports."""
+    """Return `device_type(name)`, or `cpu` if there is no such device (another check reports that)."""
     return device_type(name) if check_device(name) is None else "cpu"
 
 
 def check_device(name: str) -> Unsupported | None:
-    """Return the reason why there is no device `name` (`cuda`, `mps`; any other is there)."""
+    """Return the reason why `cuda` or `mps` is not available; None for other names."""
     if name not in ("cuda", "mps"):
         return None
     import torch
@@ -81,7 +81,7 @@ def check_device(name: str) -> Unsupported | None:
 
 
 def check_precision(mode: str, device: str) -> Unsupported | None:
-    """Return what such a device lacks for a precision's `mode`; None if it supports it natively."""
+    """Return the reason why a device lacks native support for a precision `mode`; None if it has it."""
     if mode == "tf32":
         return _check_gpu("TF32", device, (8, 0), "Use precision=fp32, or precision=amp")
     if mode in ("bf16", "bf16_true"):
@@ -96,7 +96,7 @@ def check_precision(mode: str, device: str) -> Unsupported | None:
 
 
 def check_compiler(device: str) -> Unsupported | None:
-    """Return the reason why torch.compile cannot make code for a device of that type."""
+    """Return the reason why torch.compile cannot generate code for this device type."""
     words = os.environ.get("CXX", "").split()
     if device != "mps" and not any(shutil.which(name) for name in (*words[:1], *COMPILERS)):
         return Unsupported(
@@ -109,7 +109,7 @@ def check_compiler(device: str) -> Unsupported | None:
 
 
 def check_float8(device: str) -> Unsupported | None:
-    """Return the reason why a device of that type cannot multiply float8."""
+    """Return the reason why this device type has no float8 matrix multiplication."""
     return _check_gpu("float8", device, (8, 9), "Use precision=bf16 alone", on_amd=True)
 
 
@@ -125,14 +125,14 @@ def multiplies_bf16(device: str) -> bool:
         return torch.backends.mps.is_macos_or_newer(14, 0)
     flags = _cpu_flags()
     if "avx512_fp16" in flags and "GenuineIntel" in cpu_facts("vendor_id"):
-        # Next to AMX, which virtual machines may hide, AVX-512 is half as fast in bfloat16 as in float32.
+        # Without AMX, which virtual machines may hide, bfloat16 runs on AVX-512 at half the speed of float32.
         return "amx_bf16" in flags
-    # Without known features float32 is used: the wrong choice of bfloat16 would cost more.
+    # If the flags are unknown, use float32: choosing bfloat16 wrongly would cost more.
     return not flags.isdisjoint(BF16_FLAGS)
 
 
 def cpu_facts(*names: str) -> list[str]:
-    """The values that Linux gives the first of `names` it knows, for each processor; empty elsewhere."""
+    """Return the values of the first of `names` that Linux lists, one per processor; empty elsewhere."""
     try:
         lines = CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -146,7 +146,7 @@ def cpu_facts(*names: str) -> list[str]:
 def _check_gpu(
     what: str, device: str, capability: tuple[int, int], hint: str, *, on_amd: bool = False
 ) -> Unsupported | None:
-    """Return the reason why a device has no number format that came with a capability of NVIDIA's GPUs."""
+    """Return the reason why a device lacks a format that needs this compute capability of NVIDIA's GPUs."""
     if device != "cuda":
         return Unsupported(f"{what} needs an NVIDIA GPU, and this is {device}", hint)
     import torch
@@ -182,6 +182,6 @@ def _cpu_flags() -> set[str]:
         return set(flags[0].split())
     import torch
 
-    # Not before torch 2.10.
+    # Needs torch 2.10 or newer.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return {name for name, has in capabilities.items() if has is True}

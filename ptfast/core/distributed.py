@@ -1,4 +1,4 @@
-"""The ranks of a run: this process's place among them, their store, and the few collectives a run needs."""
+"""The ranks of a run: this process's rank, the store that ranks share, and the collectives of a run."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
-"""`True` if torchrun's agent keeps the store, which then outlives the ranks."""
+"""`True` if torchrun's agent serves the store, which then outlives the ranks."""
 MEET_S = 600.0
 """How long ranks wait for each other's notes in their store."""
 THREADS_VARIABLE = "PTFAST_THREADS"
-"""The user's OMP_NUM_THREADS before ptfast launched its ranks; torchrun sets it to 1 itself."""
+"""The user's OMP_NUM_THREADS before ptfast launched its ranks, because torchrun sets it to 1."""
 
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that every rank needs."""
+"""Environment variables that every rank needs."""
 
-# SLURM's are those of the step: a batch script and an interactive shell know the tasks of their job.
+# SLURM's variables are those of the step: job-wide counts are set in batch scripts and shells, too.
 STARTERS = {
     "WORLD_SIZE": "RANK",
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
     "PMI_SIZE": "PMI_RANK",
 }
-"""Variables of engines, mpirun, srun and mpiexec: the number of processes started, and which one this is."""
+"""Variables of engines, mpirun, srun and mpiexec: the number of processes, and the rank of this one."""
 _TORCHRUN = (
     "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m ptfast train ... parallel=ddp"
 )
 _stores: list[Any] = []
-"""The ranks' store, once it is open: the first rank's serves the others for as long as it is kept."""
+"""The ranks' store, once it is open. The first rank must keep it open, because it serves the others."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Ranks:
     world_size: int = 1
     local_world_size: int = 1
     grouped: bool = False
-    """A process group is made even for one rank."""
+    """Create a process group even for one rank."""
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes files and reports to the user."""
+        """Return True on the rank that writes files and reports to the user."""
         return self.rank == 0
 
     @property
     def distributed(self) -> bool:
-        """True if ranks exchange data: there is more than one, or a group of one was asked for."""
+        """Return True if ranks use a process group: there are several, or a group of one was requested."""
         return self.world_size > 1 or self.grouped
 
 
@@ -71,16 +71,16 @@ def under_torchrun() -> bool:
 
 
 def world(*, meets: bool = False) -> Ranks | None:
-    """This process's place among the ranks that were started; None if it is not one of them.
+    """Return this process's `Ranks`; None if no launcher started it as a rank.
 
-    It is read from `WORLD`, set by torchrun or by any engine that sets all of it.
+    They are read from the variables in `WORLD`, which torchrun sets, and other launchers may set.
 
     Args:
-        meets: this process knows how to find processes on other machines, if there are any.
+        meets: this process can find the processes on other machines, if there are any.
 
     Raises:
-        ParallelError: P002 for variables that make no sense, and for several processes that do not know of
-            each other and would each train alone. The first says so; the others exit.
+        ParallelError: P002 for invalid variables, and for several processes that were started without
+            `WORLD`, so that each would train alone. The first raises; the others exit.
     """
     if not under_torchrun() and not all(map(os.environ.get, WORLD)):
         if not (meets or nodes_from_environment()):
@@ -102,12 +102,12 @@ def _number(name: str, default: str = "") -> int:
 
 
 def nodes_from_environment() -> bool:
-    """Return True if torchrun's variables (`PET_*`) make this one of several machines, as Kubeflow's do."""
+    """Return True if torchrun's variables (`PET_*`, set by Kubeflow) name more than one machine."""
     return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
 
 
 def _reject_several() -> None:
-    """Reject being one of several processes that do not know of each other."""
+    """Reject a start of several processes without the variables that would connect them."""
     for size_variable, rank_variable in STARTERS.items():
         rank, size = os.environ.get(rank_variable), os.environ.get(size_variable, "1")
         if rank is None or size == "1":
@@ -123,7 +123,7 @@ def _reject_several() -> None:
 
 
 def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> None:
-    """Join the ranks of this run: NCCL between GPUs (C012 if ranks share one), gloo between CPU processes."""
+    """Initialize the process group: NCCL for GPUs (C012 if ranks would share a GPU), gloo for CPUs."""
     import torch
     import torch.distributed as dist
 
@@ -132,7 +132,7 @@ def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> 
         dist.init_process_group("gloo", timeout=timeout)
         return
     if ranks.local_world_size > torch.cuda.device_count():
-        # Each rank sees only some of this machine's GPUs: compare them by way of the store.
+        # Each rank sees only some of this machine's GPUs: compare their UUIDs through the store.
         first = ranks.rank - ranks.local_rank
         with _meeting(timeout_s) as store:
             store.set(_place(f"gpu/{ranks.rank}"), str(torch.cuda.get_device_properties(device).uuid))
@@ -160,7 +160,7 @@ def destroy_process_group() -> None:
 
 
 def abort_process_group() -> None:
-    """End every wait for other ranks, in any thread: nothing else ends collectives of GPUs."""
+    """Abort all collectives, in any thread: nothing else ends a wait of NCCL."""
     import torch.distributed as dist
 
     with contextlib.suppress(Exception):
@@ -168,7 +168,7 @@ def abort_process_group() -> None:
 
 
 def collectives_of_gpus() -> bytes | None:
-    """The last collectives that NCCL was asked for, as `torchfrtrace` reads them; None without NCCL."""
+    """Return the latest NCCL collectives in the format of `torchfrtrace`; None without NCCL."""
     import torch.distributed as dist
 
     if not joined() or dist.get_backend() != "nccl":
@@ -179,7 +179,7 @@ def collectives_of_gpus() -> bytes | None:
 
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """`tensor` summed over all ranks, in place; on one rank, itself."""
+    """Sum `tensor` over all ranks in place, and return it; a single rank does nothing."""
     if ranks.distributed:
         import torch.distributed as dist
 
@@ -188,7 +188,7 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def gathered(own: Tensor, world_size: int) -> Tensor:
-    """Gather the flat tensor `own` of each rank on every rank: (world_size, values)."""
+    """Gather every rank's flat tensor `own` on all ranks: (world_size, values)."""
     import torch.distributed as dist
 
     # torch 2.14 renames this function and deprecates the old name.
@@ -199,9 +199,9 @@ def gathered(own: Tensor, world_size: int) -> Tensor:
 
 
 def host_sums(world_size: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
-    """Return a function that starts to sum numbers over the ranks and returns one that waits for the sums.
+    """Return a function that starts a sum of numbers over the ranks, and returns a function to wait for it.
 
-    All ranks call this at once: they open a channel of their own, which involves no device.
+    All ranks must call this: it creates a gloo process group, which uses no device.
     """
     if world_size == 1:
         return lambda numbers: lambda: list(numbers)
@@ -224,7 +224,7 @@ def host_sums(world_size: int) -> Callable[[Sequence[int]], Callable[[], list[in
 
 
 def on_all_ranks(value: T, world_size: int) -> list[T]:
-    """The `value` of each rank, on every rank. Waits for all; without a process group, this one's alone."""
+    """Return every rank's `value` on all ranks; a blocking collective. Without a process group: `[value]`."""
     import torch.distributed as dist
 
     if world_size == 1 or not joined():
@@ -235,7 +235,7 @@ def on_all_ranks(value: T, world_size: int) -> list[T]:
 
 
 def broadcast_object(value: Any, ranks: Ranks) -> Any:
-    """The first rank's `value`, on every rank. Waits for all; never in a training step."""
+    """Return the first rank's `value` on all ranks; a blocking collective, never used in a training step."""
     if not ranks.distributed:
         return value
     import torch.distributed as dist
@@ -246,12 +246,12 @@ def broadcast_object(value: Any, ranks: Ranks) -> Any:
 
 
 def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
-    """Return on every rank what `compute` returns on the first. Waits for all."""
+    """Call `compute` on the first rank, and return its result on all ranks; a blocking collective."""
     return broadcast_object(compute() if ranks.is_first else None, ranks)
 
 
 def once_per_machine(compute: Callable[[], T]) -> T:
-    """On all ranks, what `compute` returns or raises on the first of each machine. All call this at once."""
+    """Call `compute` on one rank per machine; all ranks there return or raise the same. A collective."""
     if not joined():
         return compute()
     import torch.distributed as dist
@@ -265,7 +265,7 @@ def once_per_machine(compute: Callable[[], T]) -> T:
 
 
 def once_per_rank(compute: Callable[[], T], ranks: Ranks) -> list[T]:
-    """The result of `compute` on each rank, on every rank; an error of one is raised on all. It waits."""
+    """Call `compute` on every rank; return all results, or raise the first error, on all. A collective."""
     answers = on_all_ranks(_attempt(compute), ranks.world_size)
     for _, error in answers:
         if error is not None:
@@ -281,9 +281,9 @@ def _attempt(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
-    """The first rank's `word` of this `name`, on every rank, over their store; P001 if they do not meet.
+    """Return the first rank's `word` on all ranks, through their store; P001 if they cannot connect.
 
-    It needs no process group yet. Each word has a name of its own.
+    It needs no process group. Each word needs its own `name`.
     """
     if word is not None and not ranks.distributed:
         return word
@@ -297,13 +297,13 @@ def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
         assert word is not None
         store.set(place, word)
         if os.environ.get(AGENT_SERVES) != "True":
-            # The store ends with this process.
+            # This process serves the store: wait until all ranks have read the word.
             store.wait(heard[1:], timedelta(seconds=MEET_S))
         return word
 
 
 def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
-    """The `word` of each rank, on every rank, over their store."""
+    """Return every rank's `word` on all ranks, through their store."""
     if not ranks.distributed:
         return [word]
     place = _place(name)
@@ -313,18 +313,18 @@ def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
 
 
 def count_neighbors(ranks: Ranks) -> Ranks:
-    """`ranks` with the number of those on this machine, if no launcher has said it; as `broadcast_text`."""
+    """Return `ranks` with the count of ranks on this machine, gathered if no launcher has set it."""
     if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
         return ranks
     neighbors = gather_texts(mine := socket.gethostname(), ranks, "host").count(mine)
-    # Read wherever the machine is divided among ranks.
+    # Read by all code that divides the machine among ranks.
     os.environ["LOCAL_WORLD_SIZE"] = str(neighbors)
     return replace(ranks, local_world_size=neighbors)
 
 
 @contextlib.contextmanager
 def _meeting(timeout_s: float = MEET_S) -> Iterator[Any]:
-    """The ranks' store, served by the first or by torchrun; those that cannot reach it raise P001."""
+    """Yield the ranks' store, which the first rank or torchrun serves; P001 if it cannot be reached."""
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -339,8 +339,8 @@ def _meeting(timeout_s: float = MEET_S) -> Iterator[Any]:
 
 
 def _place(name: str) -> str:
-    """A key in the store; after a restart another one, if the store outlives its ranks."""
-    # In a store that the first rank serves, the others may count their restarts differently.
+    """Return the store key of `name`; it changes with each restart if the store outlives its ranks."""
+    # A store that the first rank serves is new after a restart, and the ranks' counts may differ.
     agent_serves = os.environ.get(AGENT_SERVES) == "True"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_serves else "0"
     return f"ptfast/{restarts}/{name}"
@@ -349,7 +349,7 @@ def _place(name: str) -> str:
 def all_come_to(place: str, ranks: Ranks, timeout_s: float) -> bool:
     """Return True if all ranks call this with the same `place` within `timeout_s`.
 
-    Uses their store, because the process group may be stuck in a collective that a missing rank never joined.
+    It uses the store, because the process group may be stuck in a collective that a rank never joined.
     """
     import torch.distributed as dist
 
@@ -364,7 +364,7 @@ def all_come_to(place: str, ranks: Ranks, timeout_s: float) -> bool:
 
 
 def broadcast_buffers(buffers: list[Tensor], ranks: Ranks) -> None:
-    """Give every rank the first rank's buffers (BatchNorm statistics), so that all evaluate one model."""
+    """Broadcast the first rank's buffers (BatchNorm statistics), so that all evaluate the same model."""
     if ranks.distributed:
         import torch.distributed as dist
 
@@ -380,7 +380,7 @@ def barrier(ranks: Ranks) -> None:
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Return True if `error` says that another rank has left."""
+    """Return True if `error` means that the connection to another rank was lost."""
     import torch.distributed as dist
 
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text_of(error))

@@ -1,4 +1,4 @@
-"""Numbers in texts, and durations in any unit (`100steps`, `10%`, `1h30m`), also in optimizer steps."""
+"""Parsing of numbers and of durations in any unit (`100steps`, `10%`, `1h30m`)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Literal, cast
 Unit = Literal["steps", "epochs", "samples", "percent", "seconds"]
 
 NUMBER = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+(?:e[+-]?[0-9]+)?"
-"""A number without a sign, wherever one is read from text; also in JavaScript's regular expressions."""
+"""Pattern of an unsigned number in any text, also valid in JavaScript's regular expressions."""
 TIME = (
     rf"(?:({NUMBER})\s*(?:days?|d))?\s*(?:({NUMBER})\s*(?:hours?|hrs?|h))?\s*"
     rf"(?:({NUMBER})\s*(?:minutes?|mins?|m))?\s*(?:({NUMBER})\s*(?:seconds?|secs?|s))?"
 )
-"""A wall time; nothing, too."""
+"""Pattern of a wall time; it matches empty text, too."""
 _SIGNED = re.compile(rf"[+-]?(?:{NUMBER})", re.IGNORECASE | re.ASCII)
 _LENGTH = re.compile(rf"({NUMBER})\s*(steps?|epochs?|samples?|percent|%)", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(TIME, re.IGNORECASE | re.ASCII)
 
 
 def read_number(text: str) -> float | None:
-    """The number in a text such as `3`, `-1_000` or `1e-3`, an `int` if it is whole; else None."""
+    """Return the number in a text such as `3`, `-1_000` or `1e-3`, an `int` if it is whole; else None."""
     text = text.strip()
     if not _SIGNED.fullmatch(text):
         return None
@@ -33,17 +33,17 @@ def read_number(text: str) -> float | None:
 
 
 def is_finite(number: float) -> bool:
-    """Return True if the number fits a float; a whole number of 400 digits is too large."""
+    """Return True if the number fits a float; an `int` of 400 digits is too large."""
     return abs(number) <= sys.float_info.max
 
 
 class DurationRangeError(ValueError):
-    """A duration that reads well but cannot be, such as `-1epochs` or `150%`."""
+    """Error of a duration that parses but is out of range, such as `-1epochs` or `150%`."""
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training, in the unit it was given in; percent are of the run or the dataset."""
+    """A length of training in its original unit; a percentage is of the run or of the dataset."""
 
     value: float
     unit: Unit
@@ -62,14 +62,14 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str | float | Duration, default_unit: Unit = "steps") -> Duration:
-        """Read a duration as users write it.
+        """Parse a duration as users write it.
 
         Args:
             text: `100steps`, `2 epochs`, `5000samples`, `10%`, `90s`, `5m`, `1h30m`, or a bare number.
             default_unit: the unit of a bare number.
 
         Raises:
-            ValueError: not a duration, with the reason; a `DurationRangeError` for one that cannot be.
+            ValueError: not a duration, with the reason; `DurationRangeError` if it is out of range.
         """
         if isinstance(text, Duration):
             return text
@@ -90,15 +90,15 @@ class Duration:
         steps_per_epoch: int | None = None,
         batch_size: int | None = None,
     ) -> int:
-        """This duration in optimizer steps, to the nearest; at least 1 unless the duration is 0.
+        """Return the duration in optimizer steps, rounded; at least 1 unless the duration is 0.
 
         Args:
-            total_steps: steps of the whole run, which percent refers to; None while unknown.
+            total_steps: steps of the whole run, for percentages; None while unknown.
             steps_per_epoch: None for data of unknown length.
             batch_size: samples of one step, over all ranks.
 
         Raises:
-            ValueError: the unit cannot be converted with what is known.
+            ValueError: the unit cannot be converted with these arguments.
         """
         if self.unit == "steps":
             return int(self.value)
@@ -122,7 +122,7 @@ class Duration:
 
     @property
     def seconds(self) -> float:
-        """The wall time of a duration in seconds; raises ValueError if it is none."""
+        """Return a wall time in seconds; ValueError for other units."""
         if self.unit != "seconds":
             raise ValueError(f"expected a wall time such as 90s or 1h30m, not {self}")
         return self.value
@@ -133,7 +133,7 @@ class Duration:
 
 
 def _read(text: str) -> tuple[float, Unit] | None:
-    """Value and unit of a text without a sign that names its unit, or None if it is no duration."""
+    """Return the value and unit of an unsigned text with a unit, or None if it is not a duration."""
     if match := _LENGTH.fullmatch(text):
         unit = match[2].lower().removesuffix("s")
         return float(match[1]), "percent" if unit in ("%", "percent") else cast("Unit", f"{unit}s")

@@ -1,4 +1,4 @@
-"""Error types with their exit codes, the one line that each is printed as, and the nearest valid name."""
+"""Error types with their exit codes, their one-line messages, and suggestions of the nearest valid name."""
 
 from __future__ import annotations
 
@@ -72,28 +72,28 @@ INSTALLED = (
     *(PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}),
     *(path for path in sys.path if path.endswith("-packages")),
 )
-"""Folders of code that no user of ptfast has written."""
+"""Folders of installed code, which is not the user's own."""
 COMMAND_LINE = "command line"
-"""Place of what was typed."""
+"""The `place` of an argument or flag."""
 MOST_CHARS = 2000
-"""Characters of one error, or one line of a traceback, that are shown or written."""
+"""Maximum length of an error or of a traceback line, when shown or written."""
 
 
 class PtfastError(Exception):
-    """A failure the user can act on, printed as one line without a traceback.
+    """A failure that the user can fix, printed as one line without a traceback.
 
     Args:
         code: a key of `CODES`.
-        what: what is wrong, as a clause without a full stop.
-        key: the config key or file concerned.
-        value: as given; shown as `key=value`, unless the key's name says that it is a secret.
-        place: where it was given: `command line`, as every flag is, or `file.yaml:12`.
-        suggestion: what to do about it, as a sentence without its full stop.
+        what: the problem, as a clause without a full stop.
+        key: the config key or file.
+        value: the given value; shown as `key=value`, unless the key's name marks it as a secret.
+        place: the source of the value: `command line` (the default for flags), or `file.yaml:12`.
+        suggestion: the remedy, as a sentence without its full stop.
     """
 
     exit_code = EXIT_BUG
     others: tuple[PtfastError, ...] = ()
-    """What else is wrong, found at the same time and printed below it."""
+    """Other errors that were found at the same time, printed below this one."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class PtfastError(Exception):
         self.place, self.suggestion = place or (COMMAND_LINE if is_flag else None), suggestion
         subject = self.key or ""
         if self.key and value is not None:
-            # An unknown key may be a secret's, misspelt, unless it resembles another more.
+            # An unknown key may be a misspelled secret, unless it is closer to another key.
             meant = suggestion.name if isinstance(suggestion, Meant) else ""
             hidden = is_secret(self.key, misspelt=code == "C002" and not meant) or is_secret(meant)
             subject = f"{self.key}={SECRET if hidden else shorten(shown(value))}"
@@ -122,18 +122,18 @@ class PtfastError(Exception):
         super().__init__(line if line.endswith(("?", ".", "!")) else line + ".")
 
     def at(self, key: str, value: Any = None) -> PtfastError:
-        """The same error with `key` in front of its own, and `value` where it has none."""
+        """Return the error with `key` as a prefix of its key, and with `value` if it has none."""
         full = f"{key}.{self.key}" if self.key and key else key or self.key
         return self.changed(key=full, value=value if self.value is None else self.value)
 
     def changed(self, **changes: Any) -> PtfastError:
-        """The same error with some of its `parts` replaced."""
+        """Return the error with some of its `parts` replaced."""
         error = type(self)(**self.parts | changes)
         error.others = self.others
         return error
 
     def moved(self, section: str, place: str) -> PtfastError:
-        """The same error of keys in `section`, read as one of those in `place`."""
+        """Return the error with `place` instead of `section` in its key and its suggestion."""
         if (self.key or "").split(".")[0] != section:
             return self
         hint, (old, new) = self.suggestion, (f"{section}.", f"{place}.")
@@ -143,12 +143,12 @@ class PtfastError(Exception):
 
     @property
     def hint(self) -> str | None:
-        """What to do about it, for programs that call ptfast."""
+        """Return the suggestion, for programs that call ptfast."""
         return self.suggestion
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The keywords that it is made of."""
+        """Return the constructor arguments of this error."""
         names = ("code", "what", "key", "value", "place", "suggestion")
         return {name: getattr(self, name) for name in names}
 
@@ -176,7 +176,7 @@ class MachineError(PtfastError):
 
 
 class NumericsError(PtfastError):
-    """Training that left the finite numbers. Exit code 5."""
+    """A training value that is NaN or infinite. Exit code 5."""
 
     exit_code = 5
 
@@ -194,20 +194,20 @@ class ParallelError(PtfastError):
 
 
 def rebuilt(parts: Mapping[str, Any]) -> PtfastError:
-    """The error that has these `parts`, of the kind that its code belongs to."""
+    """Return the error with these `parts`, of the class of its code."""
     kinds = (ConfigError, DataError, MachineError, NumericsError, SavedStateError, ParallelError)
     return dict(zip("CDENSP", kinds, strict=True))[parts["code"][0]](**parts)
 
 
 def not_set(key: str) -> ConfigError:
-    """Reject a config without a value that it needs."""
+    """Return the error for a required value that is not set."""
     return ConfigError("C016", "required, but not set", key=key, suggestion=f"Give {key}=VALUE")
 
 
 def cannot_write(
     error: OSError, key: str, value: Any = None, *, suggestion: str | None = None
 ) -> MachineError:
-    """The error for a file or folder that cannot be written: E002 where space is used up, else E001."""
+    """Return the error for a file or folder that cannot be written: E002 if no space is left, else E001."""
     full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}.get(error.errno or 0)
     reason = "a link stands in its place" if error.errno == errno.ELOOP else error.strerror or error
     with contextlib.suppress(OSError, AttributeError):
@@ -219,7 +219,7 @@ def cannot_write(
 
 
 def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
-    """Import a module that an extra of ptfast brings, or raise an E004 with the command that installs it."""
+    """Import a module of an optional extra, or raise an E004 with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -229,13 +229,13 @@ def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
 
 
 class ReportedError(Exception):
-    """A failure that another process has put into words.
+    """A failure that another process has reported.
 
     Args:
-        line: what the user sees.
+        line: the line that the user sees.
         details: the traceback.
-        error: the error itself, if the process has told its parts.
-        summary: its type and text, if not.
+        error: the error itself, if the process sent its parts.
+        summary: the error's type and text otherwise.
     """
 
     def __init__(
@@ -252,14 +252,14 @@ class ReportedError(Exception):
 
 
 def together(errors: Sequence[PtfastError]) -> PtfastError:
-    """The first of `errors`, to be raised, with the others to be printed below it."""
+    """Return the first of `errors`, to be raised, with the rest as its `others`."""
     flat = [one for error in errors for one in (error, *error.others)]
     flat[0].others = tuple({str(one): one for one in flat[1:] if str(one) != str(flat[0])}.values())
     return flat[0]
 
 
 def error_line(error: BaseException) -> str:
-    """The line a user sees for an error, and one for each that was found with it."""
+    """Return the line that a user sees for an error, and a line for each of its `others`."""
     if isinstance(error, PtfastError):
         return "\n".join(f"ptfast: error[{one.code}]: {one}" for one in (error, *error.others))
     if isinstance(error, (ReportedError, KeyboardInterrupt)):
@@ -278,14 +278,14 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Where an error comes from, as Python prints it."""
+    """Return the traceback of an error, as Python prints it."""
     if isinstance(error, ReportedError):
         return error.details
     return "\n".join(_cut(line.rstrip("\n")) for line in traceback.format_exception(error))
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error; empty where a user's own class cannot give it."""
+    """Return the text of an error; empty if its `__str__` fails."""
     with contextlib.suppress(Exception):
         return str(error)
     return ""
@@ -296,13 +296,13 @@ def _cut(text: str) -> str:
 
 
 def shorten(value: Any, max_chars: int = 80) -> str:
-    """`value` as text of at most `max_chars` characters, without control characters."""
+    """Return `value` as text of at most `max_chars` characters, with control characters escaped."""
     text = one_line(str(value))
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 def shown(value: Any) -> Any:
-    """`value` as it is written on the command line."""
+    """Return `value` as it is written on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
@@ -326,7 +326,7 @@ def described(value: Any) -> str:
 
 
 def summary_of(error: BaseException, depth: int = 0) -> str:
-    """An error's type and text, and where in a user's code below `depth` it was raised."""
+    """Return an error's type and text, and its place in the user's code below `depth` frames."""
     stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     places = [
         f" ({Path(file).name}:{line})" for file, line in stack[depth:] if not file.startswith(INSTALLED)
@@ -336,34 +336,34 @@ def summary_of(error: BaseException, depth: int = 0) -> str:
 
 
 def user_place(frame: Any) -> str:
-    """` (FILE:LINE)` of the innermost user's code that is running in `frame`; empty if there is none."""
+    """Return ` (FILE:LINE)` of the innermost frame of the user's code, from `frame` up; empty without one."""
     while frame is not None and frame.f_code.co_filename.startswith((*INSTALLED, "<")):
         frame = frame.f_back
     return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def name_of(made: Any) -> str:
-    """The import path of a function, or of the class of anything else."""
-    made = getattr(made, "func", made)  # of a partial one
+    """Return the import path of a function or class, or of an object's class."""
+    made = getattr(made, "func", made)  # unwrap a functools.partial
     kinds = [made] if hasattr(made, "__qualname__") else type(made).__mro__
-    # Torch gives a model whose weights are shared out a class of its own making.
+    # FSDP replaces the class of a sharded model by a generated class.
     named = next(kind for kind in kinds if not kind.__module__.startswith("torch.distributed.fsdp"))
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def name_some(names: Sequence[str], most: int = 5) -> str:
-    """The first of many names, and how many there are besides."""
+    """Return the first `most` names, and the number of the rest."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def one_line(text: str) -> str:
-    """`text` as one line for the user: line breaks and control characters visible, no URL's credentials."""
+    """Return `text` as one line, with control characters escaped and the credentials of URLs hidden."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in hide_credentials(text))
 
 
 class Meant(str):
-    """The sentence `Did you mean NAME?`, which knows the name."""
+    """The sentence `Did you mean NAME?`, with the name as an attribute."""
 
     name: str
 
@@ -377,6 +377,6 @@ class Meant(str):
 
 
 def did_you_mean(word: str, candidates: Iterable[str], template: str = "{}") -> Meant | None:
-    """`Meant` for the candidate nearest to `word`, shown by a template; None if none is near."""
+    """Return `Meant` for the candidate closest to `word`, formatted by `template`; None if none is close."""
     found = nearest(word, candidates)
     return None if found is None else Meant(template.format(found))

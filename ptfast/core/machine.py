@@ -1,4 +1,4 @@
-"""Resources that the system grants this process: cores, memory, and an end together with its parent."""
+"""This process's share of the machine: cores, memory, processor time, and its end with its parent."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pathlib import Path
 from ptfast.core.errors import EXIT_BUG, text_of
 
 ROOT = Path("/")
-"""Root of the system's files."""
+"""The root of the file system; tests replace it."""
 _NO_MEMORY = (
     *("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc"),
     "_status_alloc_failed",  # cuBLAS and cuDNN, for their own memory
 )
 _NO_ENGINE = "unable to find an engine"
-"""What cuDNN says for lack of memory, and of what it cannot compute."""
+"""cuDNN's message both for lack of memory and for an unsupported operation."""
 _FULL = 0.9
-"""Share of a GPU's memory in use from which it counts as full."""
+"""A GPU counts as full above this fraction of used memory."""
 _NETWORK = (
     *("urllib", "http", "socket", "ssl", "requests", "urllib3"),
     *("httpx", "httpx2", "httpcore", "httpcore2"),
 )
-"""Packages whose errors come from fetching files."""
+"""Packages whose errors are download errors."""
 _HUB = "huggingface_hub"
-"""Fetches files as well, and raises an OSError if that fails; its other errors have other causes."""
+"""A package that also downloads files. Only its OSErrors are download errors."""
 _UNKNOWN_MEMORY = 4 * 2**30
 _STEAL, _IDLE = 7, (3, 4)
 """Fields of a CPU in /proc/stat, by proc(5)."""
@@ -40,7 +40,7 @@ _watched: tuple[float, float | None, float]
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Cores (or `hyperthreads`) within this process's affinity, its container's quota and its SLURM job."""
+    """Return the cores (or `hyperthreads`) that affinity, container quota and SLURM job allow."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
@@ -59,21 +59,21 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
 
 
 def spare_cores(most: int = 8) -> int:
-    """This rank's share of the machine's hyper-threads, 1 to `most`."""
+    """Return this rank's share of the machine's hyperthreads, from 1 to `most`."""
     return max(1, min(most, usable_cores(hyperthreads=True) // _num_local_ranks()))
 
 
 def available_memory() -> int:
-    """Bytes of memory that this rank can take without swapping or being killed; 4 GiB if unknown.
+    """Return the bytes that this rank can allocate without swapping or being killed; 4 GiB if unknown.
 
-    The least of what the machine has, and of what the limits of its container and its SLURM job leave.
+    This is the minimum of the machine's free memory and of the limits of the container and the SLURM job.
     """
     lines = read_setting(ROOT / "proc/meminfo").splitlines()
     limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     names = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
     texts = (os.environ.get(name, "") for name in names)
     per_node, per_cpu, num_cpus = (int(text) if text.isdigit() else 0 for text in texts)
-    # 0 stands for all that the node has.
+    # SLURM uses 0 for all memory of the node.
     if megabytes := per_node or per_cpu * num_cpus:
         limits.append(megabytes * 2**20)
     for group in _control_groups("memory"):
@@ -89,7 +89,7 @@ def available_memory() -> int:
 
 
 def shared_memory() -> int:
-    """Free bytes of shared memory, which containers may limit; without /dev/shm, all memory."""
+    """Return the free bytes of shared memory, which containers may limit; all memory without /dev/shm."""
     try:
         found = os.statvfs(ROOT / "dev/shm")
     except (OSError, AttributeError):
@@ -98,7 +98,7 @@ def shared_memory() -> int:
 
 
 def memory_limit(device: str = "auto") -> tuple[int, str]:
-    """Bytes that this process may take at most, and what sets that limit."""
+    """Return the most bytes that this process may allocate, and the source of that limit."""
     if device != "cpu" and "torch" in sys.modules:
         import torch
 
@@ -113,10 +113,10 @@ def memory_limit(device: str = "auto") -> tuple[int, str]:
 
 
 def memory_of(pids: Iterable[int]) -> tuple[int, str]:
-    """Bytes that processes take together, and how they are counted; processes that have ended count nothing.
+    """Return the total bytes of processes, and how they are counted; processes that have ended count as 0.
 
-    By `PSS` a page that several share, such as a forked worker and its parent, counts once; by `RSS`, if the
-    system has no PSS, in each of them.
+    `PSS` counts a page once that several processes share, such as a forked worker and its parent. `RSS`,
+    used where the system has no PSS, counts it in each of them.
     """
     pids = list(pids)
     shares = [_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids]
@@ -124,17 +124,17 @@ def memory_of(pids: Iterable[int]) -> tuple[int, str]:
         return sum(shares), "PSS"
     whole = sum(_kilobytes(pid, "status", "VmRSS:") for pid in pids)
     if not whole:
-        whole = peak_memory_bytes("cpu")  # without /proc only this very process is known
+        whole = peak_memory_bytes("cpu")  # without /proc, only this process can be measured
     return whole, "RSS"
 
 
 def peak_memory_bytes(device_type: str) -> int:
-    """Most memory taken so far: on the GPU if there is one, of this process otherwise."""
+    """Return the peak memory so far, of the GPU or of this process on the host."""
     if device_type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated()
-    # ru_maxrss starts at the memory of the parent when it started this process.
+    # ru_maxrss is inherited: it starts at the memory of the parent process.
     if peak := _kilobytes(os.getpid(), "status", "VmHWM:"):
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -142,7 +142,7 @@ def peak_memory_bytes(device_type: str) -> int:
 
 
 def reserved_memory_bytes(device_type: str) -> int:
-    """Memory in use now: by torch on the GPU, or by this process on the host (0 if unknown)."""
+    """Return the bytes in use: by torch on the GPU, or by this process on the host (0 if unknown)."""
     if device_type == "cuda":
         import torch
 
@@ -151,19 +151,19 @@ def reserved_memory_bytes(device_type: str) -> int:
 
 
 def processor_time_s() -> float:
-    """Processor seconds so far of this process and of its children, such as loader workers."""
+    """Return the processor seconds of this process and its children, such as loader workers."""
     children = [child.pid for child in multiprocessing.active_children() if child.pid]
     return time.process_time() + sum(map(processor_time_of, children))
 
 
 def processor_time_of(pid: int) -> float:
-    """Processor seconds of another process; 0 if it has ended or the system does not say."""
+    """Return the processor seconds of another process; 0 if it has ended or they are unknown."""
     fields = read_setting(ROOT / f"proc/{pid}/stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def machine_times() -> tuple[float, float] | tuple[None, None]:
-    """Busy and stolen seconds so far of this process's CPUs; None if unknown. Cost: about 0.1 ms."""
+    """Return the busy and stolen seconds of this process's CPUs; None if unknown. Cost: about 0.1 ms."""
     try:
         cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         tick = os.sysconf("SC_CLK_TCK")
@@ -185,7 +185,7 @@ def watch_others() -> None:
 
 
 def others_cores(local_world_size: int = 1) -> float:
-    """Cores that others have kept busy since `watch_others`, besides this run's own ranks; 0 if unknown."""
+    """Return the cores that other processes kept busy since `watch_others`; 0 if unknown."""
     start_s, busy_before_s, own_before_s = _watched
     busy_s, elapsed_s = machine_times()[0], time.perf_counter() - start_s
     if busy_s is None or busy_before_s is None or elapsed_s < _LEAST_WATCHED_S:
@@ -195,13 +195,13 @@ def others_cores(local_world_size: int = 1) -> float:
 
 
 def _kilobytes(pid: int, name: str, row: str) -> int:
-    """Bytes in a row of a process's file; 0 if there is none."""
+    """Return the bytes in a row of a process's file in /proc; 0 if there is none."""
     lines = read_setting(ROOT / "proc" / str(pid) / name).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(row)), 0)
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return True if `error` says that no memory is left, on the host or on the device."""
+    """Return True if `error` is an out-of-memory error of the host or the device."""
     text = text_of(error).lower()
     says_so = any(words in text for words in _NO_MEMORY) or (_NO_ENGINE in text and _gpu_is_full())
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
@@ -212,13 +212,13 @@ def _gpu_is_full() -> bool:
 
     try:
         free, total = torch.cuda.mem_get_info()
-    except (RuntimeError, AssertionError):  # there is none, or it has failed
+    except (RuntimeError, AssertionError):  # no GPU, or it has failed
         return False
     return free < (1 - _FULL) * total
 
 
 def network_error(error: BaseException | None) -> BaseException | None:
-    """The innermost error, of `error` and its causes, about something that could not be fetched; or None."""
+    """Return the innermost download error among `error` and its causes; None if there is none."""
     found = None
     while error is not None:
         package = type(error).__module__.partition(".")[0]
@@ -230,12 +230,12 @@ def network_error(error: BaseException | None) -> BaseException | None:
 
 
 def on_main_thread() -> bool:
-    """Return True if Python delivers signals to this thread; it does so to a program's main thread alone."""
+    """Return True on the main thread, the only thread to which Python delivers signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies; at once, if that is not `parent` any more."""
+    """Let the kernel kill this process when its parent dies; exit now if `parent` is dead already."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -248,18 +248,18 @@ def _num_local_ranks() -> int:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and of those around it, of either version of the interface."""
+    """Yield the folders of this process's control group and its parents, of cgroup v1 or v2."""
     for line in read_setting(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
-            # A container may see its own group as the root, while /proc names the path outside.
+            # A container may see its own group as the root, although /proc names the host's path.
             group = root / path.lstrip("/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
 
 
 def read_setting(path: Path) -> str:
-    """What a file of the kernel's says, such as one of /proc; "" if it cannot be read."""
+    """Return the text of a kernel file, such as one in /proc; "" if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -267,7 +267,7 @@ def read_setting(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of downloads and computed facts; without a home folder, one that cannot be written."""
+    """Return the folder for downloads and cached facts; without a home folder, an unwritable path."""
     if named := os.environ.get("PTFAST_CACHE"):
         return Path(named).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""Plain lines of text: the display of pipes and files, and what the live one builds on."""
+"""The display in plain lines of text, for pipes and files; the live display builds on it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
 
 
 class LastingOutput(io.TextIOWrapper):
-    """Output that a command outlives: once its pipe is closed or its disk is full, it writes nowhere."""
+    """An output stream that survives a closed pipe or a full disk: it then discards what is written."""
 
     error: OSError | None = None
 
     @classmethod
     def install(cls) -> None:
-        """Put one in the place of standard output and standard error of this process."""
+        """Replace standard output and standard error of this process."""
         for name in ("stdout", "stderr"):
             if type(stream := getattr(sys, name)) is io.TextIOWrapper:
                 options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering")}
@@ -49,8 +49,8 @@ class LastingOutput(io.TextIOWrapper):
 
     @staticmethod
     def exit_code(code: int) -> int:
-        """The exit code of a command that ends with `code`: output that a disk did not take is a failure."""
-        with contextlib.suppress(AttributeError):  # of a process without standard output
+        """Return a command's exit code: `code`, or a failure's if output could not be written to disk."""
+        with contextlib.suppress(AttributeError):  # no standard output
             sys.stdout.flush()
         error = getattr(sys.stdout, "error", None)
         if code or error is None or error.errno == errno.EPIPE:
@@ -78,13 +78,13 @@ class LastingOutput(io.TextIOWrapper):
 
 
 class Display:
-    """Lines of text without escape codes, for pipes, files and continuous integration; none without a stream.
+    """Lines of text without escape codes, for pipes, files and continuous integration.
 
-    Methods take plain host values and never raise because of the terminal. Progress is limited to a line a
-    second at first, and to one in half a minute in long runs.
+    Methods take plain host values, and terminal errors never raise. Progress is limited to one line a second
+    at first, and to one every 30 seconds in long runs.
 
     Args:
-        stream: None for ranks other than the first, which show nothing.
+        stream: None on ranks other than the first, which show nothing.
     """
 
     def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -95,7 +95,7 @@ class Display:
         self.start()
 
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
-        """Show what is switched on and what it resolved to; `loud` lines are warnings that stand out."""
+        """Show the switches and their resolved values; `loud` lines are prominent warnings."""
         self._print(title)
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
@@ -105,7 +105,7 @@ class Display:
 
     @contextlib.contextmanager
     def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
-        """Show that something long is running for as long as the context is open, `left_s` at most."""
+        """Show that a long operation is running while this context is open; it takes `left_s` at most."""
         self._print(f"{text} ..." + ("" if left_s is None else f" eta {clock(left_s)}"))
         yield
 
@@ -116,12 +116,12 @@ class Display:
         steps_per_epoch: int | None = None,
         what: str = "step",
     ) -> None:
-        """Training starts after `step` steps already done: the time to finish is estimated from here on.
+        """Start the estimate of the remaining time, after `step` completed steps.
 
         Args:
-            total_steps: optimizer steps of the whole run; None if only time limits it: no bar, no ETA.
+            total_steps: optimizer steps of the whole run; None (no bar, no ETA) if only time limits it.
             steps_per_epoch: None for data of unknown length.
-            what: word before the number of steps.
+            what: the word before the number of steps.
         """
         self._total_steps, self._steps_per_epoch, self._what = total_steps, steps_per_epoch, what
         epochs = total_steps / steps_per_epoch if total_steps and steps_per_epoch else 99
@@ -131,7 +131,7 @@ class Display:
         self._seconds_per_step: float | None = None
 
     def progress(self, step: int, epoch: float, metrics: Mapping[str, Any]) -> None:
-        """Training is at `step`, with `metrics` such as `loss`, `lr` and `samples_per_s`."""
+        """Show that training is at `step`, with `metrics` such as `loss`, `lr` and `samples_per_s`."""
         eta_s = self._estimate(step)
         if self._is_due():
             self._print("  ".join(self._fields(step, epoch, metrics, eta_s).values()).rstrip())
@@ -139,19 +139,19 @@ class Display:
     def evaluation(
         self, step: int, epoch: float, split: str, metrics: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
-        """One line on an evaluation, of averaged weights if `weights` names them."""
+        """Show the results of an evaluation in one line; `weights` names averaged weights."""
         self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(metrics, weights)}{'  best' * is_best}")
 
     def note(self, text: str) -> None:
-        """One line that is good to know."""
+        """Show an informative line."""
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """One line that needs attention."""
+        """Show a warning."""
         self._print(f"warning: {text}", style="yellow")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The closing summary, from the content of summary.json."""
+        """Show the closing summary, from the content of summary.json."""
         self.close()
         self.panel(*closing(summary), style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
         if command := summary.get("resume"):
@@ -160,15 +160,15 @@ class Display:
             self._print(f"{word:<5} {command}", copied=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was. Safe to call twice, and after a crash."""
+        """Restore the terminal. Safe to call twice, and after a crash."""
 
     def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
-        """Print a line; a terminal shows it in a `style` of rich, and does not break it if it is `copied`."""
+        """Print a line; a terminal applies rich's `style`, and does not wrap a line meant to be `copied`."""
         if self._stream is None:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = one_line(text).encode(encoding, "replace").decode(encoding)
-        # A pipe that is closed (`| head`, a closed terminal) must not end the training.
+        # A closed pipe (`| head`, a closed terminal) must not end the training.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(line + "\n")
             self._stream.flush()
@@ -181,7 +181,7 @@ class Display:
         return True
 
     def _estimate(self, step: int) -> float | None:
-        """Seconds to the last step, from a running mean that favours the latest steps."""
+        """Return the seconds to the last step, from an exponential moving average of the step time."""
         now, steps = self._now(), step - self._mark_step
         if steps > 0:
             latest = (now - self._mark_s) / steps
@@ -195,7 +195,7 @@ class Display:
     def _fields(
         self, step: int, epoch: float, metrics: Mapping[str, Any], eta_s: float | None
     ) -> dict[str, str]:
-        """The parts of a progress line by name, each as wide as it ever was, so that columns stay put."""
+        """Return the parts of a progress line by name; widths never shrink, so that columns stay aligned."""
         fields = {"where": self._where(step, epoch)}
         fields |= {name: labelled(name, value) for name, value in metrics.items()}
         if eta_s is not None:
@@ -215,7 +215,7 @@ class Display:
 
 
 def ledger(budget: Mapping[str, float]) -> Rows:
-    """Rows of the time by cause, the largest first; causes below 1 % share a row with unexplained time."""
+    """Return rows of the time by cause, the largest first; small causes share a row with unexplained time."""
     total_s = sum(budget.values())
     if total_s <= 0:
         return []
@@ -229,13 +229,13 @@ def ledger(budget: Mapping[str, float]) -> Rows:
 
 
 def spike(found: Mapping[str, float]) -> str:
-    """A spike of the loss in words."""
+    """Describe a spike of the loss."""
     what = f"{format_metric('loss', found['loss'])}, where {format_metric('loss', found['usual'])} was usual"
     return f"at step {grouped(found['step'])}: {what}"
 
 
 def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Title, rows and warnings of the closing summary; unknown metrics are left out."""
+    """Return the title, rows and warnings of the closing summary; unknown metrics are omitted."""
     rows: list[tuple[str, str]] = []
     pace = [counted(summary["steps"], "step")] if summary.get("steps") is not None else []
     if (rate := summary.get("train_samples_per_s")) is not None:
@@ -286,7 +286,7 @@ _logged = set[tuple[str, int, str]]()
 
 
 def each_once(record: logging.LogRecord) -> bool:
-    """A filter for loggers that lets each message of a line of code pass once."""
+    """Filter log records: each message of a line of code passes once."""
     key = (record.pathname, record.lineno, record.getMessage())
     is_new = key not in _logged
     _logged.add(key)
@@ -294,9 +294,9 @@ def each_once(record: logging.LogRecord) -> bool:
 
 
 def show_warnings_once() -> None:
-    """Show one warning of each line of an installed package, which may warn of every file or step.
+    """Show only one warning for each line of an installed package, which may warn for every file or step.
 
-    Libraries that print what they log by themselves need the filter `each_once` for that.
+    Libraries with log handlers of their own need the filter `each_once`.
     """
     if logging.lastResort is not None:
         logging.lastResort.addFilter(each_once)

@@ -30,24 +30,24 @@ WANDB = "wandb.json"
 EXAMPLES = "examples.json"
 MLFLOW = "mlflow.json"
 METRICS = "metrics"
-"""Folder of what metrics give besides numbers, a file for each split."""
+"""Folder of metrics that are not numbers, one file for each split."""
 FAILURE = ".failure.json"
 LOGS = (".log", ".out", ".err", ".txt")
-"""Endings of files in which the output of a run may be kept, in its folder."""
+"""Suffixes of files in the run's folder to which its output may be redirected."""
 
 
 def new_folder(root: Path, name: str) -> Path:
-    """A path for a new run: `<root>/<name>/<YYYYmmdd-HHMMSS>-<4 hex>`. Nothing is created."""
+    """Return a path for a new run, `<root>/<name>/<YYYYmmdd-HHMMSS>-<4 hex>`, without creating it."""
     return root / name / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def create_folder(folder: Path) -> list[Path]:
-    """Create `folder`; returns what was made, `folder` first and the folders around it after. Raises E001."""
+    """Create `folder`, and return the created folders: itself first, then its parents. Raises E001."""
     made = [path for path in folder.parents if not path.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            # Of two that create it at the same moment, one has made it.
+            # If two processes create it at the same moment, only one of them has made it.
             folder.mkdir()
             made.insert(0, folder)
         probe = folder / f".probe.{os.getpid()}"
@@ -60,18 +60,18 @@ def create_folder(folder: Path) -> list[Path]:
 
 
 def discard(folder: Path, made: list[Path]) -> None:
-    """Remove a run that never began, with the parents `made` for it; one with results stays."""
+    """Remove a run without results, and the folders `made` for it."""
     logged = folder / "metrics.jsonl"
     if folder not in made or (folder / "saved").exists() or (logged.is_file() and logged.stat().st_size):
         return
     shutil.rmtree(folder, ignore_errors=True)
     for path in made:
-        with contextlib.suppress(OSError):  # another run has come into it
+        with contextlib.suppress(OSError):  # another run is in it
             path.rmdir()
 
 
 def open_inside(path: Path, mode: str, **options: Any) -> Any:
-    """Open a file of a run directory, which may be a stranger's: no link in its place is followed."""
+    """Open a file of a run directory without following a link, as the directory may be someone else's."""
 
     def open_file(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -80,7 +80,7 @@ def open_inside(path: Path, mode: str, **options: Any) -> Any:
 
 
 def check_links(folder: Path) -> None:
-    """Reject (C013) a run directory with a link that leads out of it, through which a run would write."""
+    """Reject (C013) a run directory with a link that points outside, because a run would write through it."""
     for path in (each for part in (folder, folder / "saved") if part.is_dir() for each in part.iterdir()):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             what = f"a link that leads out of somebody else's run directory, to {path.readlink()}"
@@ -88,7 +88,7 @@ def check_links(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Reject (C011) a folder with files that no run has made: a run would overwrite a project's."""
+    """Reject (C011) a folder with files that no run has made: a run could overwrite a project's files."""
     if not folder.is_dir() or (folder / ".lock").exists() or (folder / ENVIRONMENT).exists():
         return
     files = [path for path in sorted(folder.iterdir()) if path.is_file() or path.is_symlink()]
@@ -102,7 +102,7 @@ _locked: set[TextIO] = set()
 
 
 def _release_in_child() -> None:
-    """Leave the lock to the parent, which a worker process may outlive."""
+    """Drop the lock in a forked process, which may outlive its parent."""
     for file in _locked:
         file.close()
     _locked.clear()
@@ -113,7 +113,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Any:
-    """Lock `folder` until this process ends, however it does; E003 names the run that has done so."""
+    """Lock `folder` until the block or this process ends; E003 names the run that has locked it."""
     try:
         file: TextIO = open_inside(folder / ".lock", "a+")
     except OSError as error:
@@ -135,7 +135,7 @@ def lock(folder: Path) -> Any:
         file.flush()
         yield
     finally:
-        # The file stays: were it removed, one process could lock the old file and another a new one.
+        # Keep the file: if it were removed, one process could lock the old file and another a new one.
         if not file.closed:
             file.truncate(0)
             file.close()
@@ -143,12 +143,12 @@ def lock(folder: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all, as `write_text`; numbers that are not finite become null."""
+    """Write JSON atomically, like `write_text`; numbers that are not finite become null."""
     write_text(path, json.dumps(plain_json(value), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; raises as `cannot_write`."""
+    """Write a file atomically; raises the errors of `cannot_write`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open_inside(draft, "w", encoding="utf-8") as file:
@@ -161,7 +161,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as JSON types: numpy and torch scalars are unpacked, infinite numbers and NaN become null."""
+    """Return `value` as JSON types: numpy and torch scalars become numbers; NaN and infinity become null."""
     if isinstance(value, dict):
         return {str(name): plain_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -174,7 +174,7 @@ def plain_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty if there is none to be read."""
+    """Return the JSON object in `path`; empty if it cannot be read."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -183,7 +183,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of what a run computes with; None for a package that is not installed."""
+    """Return the versions of Python, ptfast and its libraries; None for a package that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -201,7 +201,7 @@ def versions() -> dict[str, str | None]:
 
 
 def environment(command_line: list[str]) -> dict[str, Any]:
-    """What bit-equal results depend on: versions, device, cores, threads, commit, command line."""
+    """Return all that bit-equal results depend on: versions, device, cores, threads, commit, command line."""
     import torch
 
     processor = next(iter(devices.cpu_facts("model name")), platform.processor() or platform.machine())

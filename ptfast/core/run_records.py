@@ -1,4 +1,4 @@
-"""What a run writes about itself as JSON: its progress, and the types of its files."""
+"""The progress of a run, and the types of its JSON files."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-# Python 3.10 and 3.11 lack what pydantic needs of typing's own.
+# In Python 3.10 and 3.11, pydantic cannot use the TypedDict of `typing`.
 from typing_extensions import NotRequired, Required, TypedDict
 
 from ptfast.core import run_directory
 from ptfast.core.protocols import DataInfo
 
 LEAST_STEPS, LEAST_S = 5, 2.0
-"""Fewer steps or seconds after the warm-up give no throughput: a neighbor's burst would make it."""
+"""The minimum of steps and seconds after warm-up to report throughput: fewer would be too noisy."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with the weights and restored with them."""
+    """The position of a run, saved and restored with the weights."""
 
     step: int = 0
     samples: int = 0
     best_value: float | None = None
     best_step: int | None = None
     best_states: list[tuple[float, int]] = field(default_factory=list)
-    """Value and step of the best evaluations whose checkpoints are kept, the best first."""
+    """Value and step of the best evaluations with kept checkpoints, the best first."""
     evaluations_without_gain: int = 0
     timed_steps: int = 0
-    """Steps that its speed is computed from, over all attempts, without warm-up and measured steps."""
+    """Steps that count for throughput, over all attempts, without warm-up and measured steps."""
     timed_samples: int = 0
     timed_s: float = 0.0
-    """Seconds that those steps took."""
+    """Seconds of the timed steps."""
     window_loss: float = 0.0
     """Sum of the item losses since the last log line, so that a resumed run logs the same loss."""
     window_items: float = 0.0
     epoch_loss: float = 0.0
-    """Sum of the item losses since the last evaluation, without the open window."""
+    """Sum of the item losses since the last evaluation, without those in `window_loss`."""
     epoch_items: float = 0.0
     evaluation_due: bool = False
-    """The evaluation of this step is still to be made."""
+    """The evaluation of this step has not run yet."""
     skipped_steps: int = 0
-    """Steps that were left out because a loss or gradients were not finite, or overflowed in fp16."""
+    """Steps that were skipped because the loss or gradients were not finite, or overflowed in fp16."""
     skipped_before: int = 0
-    """The same before the last step: how far the schedule of fp16 is behind in the next one."""
+    """`skipped_steps` before the last step: the lag of the fp16 schedule in the next step."""
     skipped_logged: int = 0
-    """The same at the last log line."""
+    """`skipped_steps` at the last log line."""
     recent_losses: list[float] = field(default_factory=list)
-    """Of the latest log lines, the newest last."""
+    """Losses of the latest log lines, the newest last."""
     loss_spikes: int = 0
     largest_spike: dict[str, float] | None = None
-    """Its `step`, its `loss`, and the `usual` one at the time."""
+    """Its `step`, its `loss`, and the `usual` loss at that time."""
 
     def advance(self, num_samples: int) -> None:
         """Count one more optimizer step, of `num_samples` samples over all ranks."""
@@ -63,14 +63,14 @@ class Progress:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Training samples a second, warm-up left out; None if the run was too short."""
+        """Return training samples per second without warm-up; None if the run was too short."""
         enough = self.timed_steps >= LEAST_STEPS and self.timed_s >= LEAST_S
         return self.timed_samples / self.timed_s if enough else None
 
 
-# What follows is checked by pydantic when a file is read, which may come from a stranger.
+# Pydantic checks the types below when a file is read, because it may come from a stranger.
 Number = float | None
-"""A metric; one that is not finite is null in JSON."""
+"""A metric; null in JSON if it is not finite."""
 Numbers = dict[str, Number]
 Count = Annotated[int, Field(ge=0)]
 
@@ -110,7 +110,7 @@ class TableFacts(TypedDict):
 
 
 class InputFacts(TypedDict, total=False):
-    """`DataInfo.extra`; a dataset of the user's may add facts of its own."""
+    """`DataInfo.extra`; a user's dataset may add facts of its own."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
     normalize: Normalization
@@ -125,12 +125,12 @@ class InputFacts(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """The value that a key of the config came to have."""
+    """The resolved value of a config key."""
 
     key: str
     value: Any
     reason: str = ""
-    """Why ptfast chose it; empty if the config gives it, or nothing else was possible."""
+    """The reason of the choice; empty if the config sets it, or if there was no alternative."""
 
     def __str__(self) -> str:
         value = self.value if isinstance(self.value, str) else json.dumps(self.value)
@@ -182,7 +182,7 @@ class Roofline(TypedDict, total=False):
 
 
 class Summary(TypedDict, total=False):
-    """`summary.json`, as far as it is read again."""
+    """The entries of `summary.json` that are read again."""
 
     status: str
     exit_code: int
@@ -208,7 +208,7 @@ class Summary(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
-    """`environment.json`, as far as it is read again."""
+    """The entries of `environment.json` that are read again."""
 
     command_line: list[str]
     started: str
@@ -254,7 +254,7 @@ class Examples(TypedDict, total=False):
 
 
 Lines = list[list[Number]] | list[list[list[Number]]]
-"""Points of a curve, or of one for each class, by axis."""
+"""Points of a curve by axis, or of one curve per class."""
 
 
 class Tables(TypedDict):
@@ -289,7 +289,7 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked(kind: Any, text: str) -> Any:
-    """JSON as `kind`, without entries that it does not know; ValueError names the first of another type."""
+    """Parse JSON as `kind`, without unknown entries; ValueError names the first entry of a wrong type."""
     try:
         return adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
@@ -298,7 +298,7 @@ def checked(kind: Any, text: str) -> Any:
 
 
 def read_known(path: Path, kind: Any) -> dict[str, Any]:
-    """As `read_json`, without the entries that are of another type than `kind` says."""
+    """Read a JSON object like `read_json`, without the entries whose type differs from `kind`."""
     found = run_directory.read_json(path)
     try:
         adapter(kind).validate_python(found, strict=True)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, seconds, bytes and the metrics of a run."""
+"""Human-readable formats of numbers: counts, seconds, bytes and metrics."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TOO_SHORT = "too short"
-"""Stands for the throughput of a run that was too short to tell."""
+"""The text in place of the throughput of a run that was too short to measure."""
 NUMBER = re.compile(
     r"[-+]?\d[\d,.]*(e[-+]?\d+)?( ?(%|x|k|M|B|T|[KMGT]iB|s|m \d\ds|h \d\dm|d \d\dh))?|[-+]?(nan|inf)|-|"
     + TOO_SHORT
 )
-"""Pattern of numbers in a table: with a unit, or a stand-in for one that is missing."""
+"""Pattern of numbers in a table: with a unit, or a placeholder for a missing number."""
 
 FRACTIONS = ("accuracy", "precision", "recall", "f1", "use")
-"""Metrics between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
+"""Metrics in [0, 1] that are shown as a percentage, also as the last word of a longer name."""
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s", "padding")
-"""Words in the names of metrics that are better when smaller, except rates (`samples_per_s`)."""
+"""Words in the names of metrics that are better when lower, except rates (`samples_per_s`)."""
 
 
 def better_mode(metric: str) -> str:
@@ -30,17 +30,17 @@ def better_mode(metric: str) -> str:
 
 
 def grouped(number: float) -> str:
-    """`number` rounded to a whole and grouped by thousands: `3,412`."""
+    """Format a number, rounded to an integer, with thousands separators: `3,412`."""
     return f"{number:,.0f}" if math.isfinite(number) else str(number)
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 graph`, `2 graphs`."""
+    """Format a count with its noun: `1 graph`, `2 graphs`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def short_count(number: float) -> str:
-    """A count in three digits: `272k`, `1.2M`."""
+    """Format a count in three digits: `272k`, `1.2M`."""
     if not math.isfinite(number):
         return str(number)
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -53,7 +53,7 @@ def short_count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in its two largest units: `0.42s`, `8.3s`, `1m 12s`, `2h 05m`, `3d 04h`."""
+    """Format a duration in its two largest units: `0.42s`, `8.3s`, `1m 12s`, `2h 05m`, `3d 04h`."""
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 0.995:
@@ -71,20 +71,20 @@ def duration(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """A short time in three digits: `431 ms`, `12.3 ms`, `87 us`."""
+    """Format a short time in three digits: `431 ms`, `12.3 ms`, `87 us`."""
     factor, unit = (1, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 else (1e-6, "us")
     return f"{seconds / factor:.3g} {unit}"
 
 
 def clock(seconds: float) -> str:
-    """A countdown: `0:21`, `1:02:03`."""
+    """Format a countdown: `0:21`, `1:02:03`."""
     whole = max(0, math.ceil(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def num_bytes(number: float) -> str:
-    """A size in memory or on disk, in powers of 1024: `412 MiB`."""
+    """Format a size in memory or on disk, in powers of 1024: `412 MiB`."""
     size, unit = float(number), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 999.5:
@@ -99,7 +99,7 @@ def is_fraction(name: str) -> bool:
 
 
 def format_metric(name: str, value: Any) -> str:
-    """The value of a metric, formatted by its name at a width that changes little."""
+    """Format a metric's value by its name, at a nearly constant width."""
     if value is None:
         return "not finite"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -122,20 +122,20 @@ def format_metric(name: str, value: Any) -> str:
 
 
 def labelled(name: str, value: Any) -> str:
-    """One metric with its name or unit: `loss 0.2310`, `3,412 samples/s`."""
+    """Format a metric with its name or unit: `loss 0.2310`, `3,412 samples/s`."""
     if name.endswith("_per_s"):
         return f"{format_metric(name, value)} {name.removesuffix('_per_s').replace('_', ' ')}/s"
     return f"{name} {format_metric(name, value)}"
 
 
 def are_numbers(cells: Sequence[str]) -> bool:
-    """Return True for a column of numbers, which are aligned to the right; cells may be empty."""
+    """Return True for a column of numbers, which is right-aligned; cells may be empty."""
     known = [cell for cell in cells if cell not in ("", "-")]
     return bool(known) and all(NUMBER.fullmatch(cell) for cell in known)
 
 
 def listed(metrics: Mapping[str, Any], weights: str = "") -> str:
-    """Metrics in a row, the loss first: `loss 0.0712  accuracy 98.33%`; `weights` says whose they are."""
+    """Format metrics in a row, loss first: `loss 0.0712  accuracy 98.33%`; `weights` names them."""
     names = sorted(metrics, key=lambda name: name != "loss")
     shown = [labelled(name, metrics[name]) for name in names]
     return "  ".join([*shown, *([f"({weights} weights)"] if weights else [])])

@@ -1,1 +1,1 @@
-"""Building blocks of config sections: typed fields, targets, and one problem in a sentence."""
+"""Building blocks of config sections: typed fields, targets, and one-sentence errors."""

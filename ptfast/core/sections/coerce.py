@@ -1,4 +1,4 @@
-"""Values of a config by their annotation: coerced (`true` is no number here) and described."""
+"""Coercion of config values to their annotated types (`true` is not a number), and names of types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNIONS = (Union, types.UnionType)
 
 @dataclass(frozen=True)
 class Range:
-    """As metadata of an `Annotated` type: bounds of a number or a duration, or of each one in a list."""
+    """Bounds of a number or a duration, or of each item of a list, as metadata of an `Annotated` type."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -33,7 +33,7 @@ class Range:
     open_high: bool = False
 
     def contains(self, value: Any) -> bool:
-        """Return True if every number in `value` lies within; what is no number does."""
+        """Return True if every number in `value` is in range; other values always are."""
         if isinstance(value, (list, tuple)):
             return all(self.contains(item) for item in value)
         number = value.value if isinstance(value, Duration) else value
@@ -67,13 +67,13 @@ class Range:
 
 @dataclass(frozen=True)
 class InUnit:
-    """As metadata of an `Annotated` type: the unit of bare numbers given for durations, and those allowed."""
+    """The unit of bare numbers and the allowed units of a duration, as metadata of an `Annotated` type."""
 
     default: Unit
     allowed: tuple[Unit, ...] = ("steps", "epochs", "samples", "percent")
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        # In the grammar of JavaScript's regular expressions.
+        # JSON schema uses JavaScript's regular expressions.
         units = "|".join("percent|%" if unit == "percent" else f"{unit}?" for unit in self.allowed)
         time = f"|{TIME}" if "seconds" in self.allowed else ""
         pattern = rf"^\s*(?=\S)(({NUMBER})\s*({units})?{time})\s*$|\$\{{.+\}}"
@@ -88,12 +88,12 @@ _STEPS = InUnit("steps")
 
 
 def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
-    """`value` as the type that `annotation` asks for, or a C004 or C005 without a key.
+    """Convert `value` to the type of `annotation`; C004 or C005, without a key, if it does not fit.
 
     Args:
         value: plain YAML data, a `Duration` or a `Target`.
-        annotation: a type annotation; classes other than the plain ones accept anything.
-        in_unit: the units of durations where the annotation does not say them.
+        annotation: a type annotation; unknown classes accept any value.
+        in_unit: the units of durations if the annotation does not give them.
     """
     kind, arguments, metadata, in_unit = _parts(annotation, in_unit)
     result = value
@@ -143,7 +143,7 @@ def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """Describe a value of this type, for `expected ...`."""
+    """Describe a type, for messages of the form `expected ...`."""
     return _either(_words(annotation))
 
 
@@ -193,7 +193,7 @@ _PLAIN: dict[Any, tuple[str, ...]] = {
     str: ("text",),
     Path: ("a path",),
 }
-"""Plain types, and how their values are described."""
+"""Plain types, and the descriptions of their values."""
 
 
 def _to_plain(value: Any, kind: Any) -> Any:
@@ -231,7 +231,7 @@ def _to_union(value: Any, members: tuple[Any, ...], in_unit: InUnit) -> Any:
     known = [member for member in members if _is_known(member) and member is not type(None)]
     has_opaque = len(known) + (type(None) in members) < len(members)
     problem = None
-    # A member of the value's own type comes first: text stays text where a number may stand, too.
+    # Try a member of the value's own type first: text remains text even if a number is allowed.
     for member in sorted(known, key=lambda member: _parts(member)[:2] != (type(value), ())):
         try:
             return coerce(value, member, in_unit)
@@ -250,7 +250,7 @@ def _to_union(value: Any, members: tuple[Any, ...], in_unit: InUnit) -> Any:
 
 
 def _parts(annotation: Any, in_unit: InUnit = _STEPS) -> tuple[Any, tuple[Any, ...], list[Any], InUnit]:
-    """The type that an annotation stands for, its arguments, its metadata, and its units."""
+    """Split an annotation into its type, arguments, metadata and units."""
     metadata: list[Any] = []
     if get_origin(annotation) is Annotated:
         annotation, *metadata = get_args(annotation)
@@ -259,6 +259,6 @@ def _parts(annotation: Any, in_unit: InUnit = _STEPS) -> tuple[Any, tuple[Any, .
 
 
 def _is_known(annotation: Any) -> bool:
-    """Return True if values are coerced to a type, not taken as they are."""
+    """Return True if values are coerced to this type, not passed through."""
     known = (*_PLAIN, Duration, *_SEQUENCES, *_MAPPINGS, *_NOTHING, Literal, Any, *_UNIONS)
     return _parts(annotation)[0] in known

@@ -1,4 +1,4 @@
-"""Objects that a Python program hands to a run, each under an import path: `ptfast.given.Net_3fa94c21`."""
+"""Objects that a Python program passes to a run, each under an import path: `ptfast.given.Net_3fa94c21`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ptfast.core.errors import ConfigError, name_of
 from ptfast.core.sections.origins import GIVEN, is_given
 
 _targets: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""Classes and functions by the last part of their path, as long as a reference to them exists."""
+"""Classes and functions by the last part of their path, while a reference to them exists."""
 
 
 def __getattr__(name: str) -> Any:
-    """What was given under a name; C009 once it is gone, or in another process."""
+    """Return the object that was given under `name`; C009 if it is gone, or in another process."""
     if name.startswith("__"):
         raise AttributeError(name)
     if (found := _targets.get(name)) is None:
@@ -31,14 +31,14 @@ def __getattr__(name: str) -> Any:
 
 
 def absent() -> Any:
-    """Stands for a dataset that this process does not have, until it is read."""
+    """Stand in for a dataset that this process does not have: C009 when it is built."""
     raise _missing("the dataset").changed(key="data")
 
 
 def check_present(tree: dict[str, Any], *, trains: bool) -> None:
-    """Raise one C009 for the objects in a config that this process does not have.
+    """Raise one C009 for all objects in a config that this process does not have.
 
-    Unless it `trains`, callbacks are left out of `tree`, and a dataset is missed when it is read.
+    If it does not train, missing callbacks are removed from `tree`, and a missing dataset fails when used.
     """
     if not trains:
         given = tree.get("callbacks") or ()
@@ -61,14 +61,14 @@ def _missing(names: str) -> ConfigError:
 
 
 def give(value: Any, key: str, taken: Container[str] = ()) -> tuple[str, Any]:
-    """The import path that names `value` in a config, and the object to keep, so that it is found.
+    """Return an import path for `value` in a config, and the object to keep alive so that the path works.
 
-    A class or function of a module keeps its own path. Another one, such as that of a notebook, and any other
-    object get a name of their class and a digest of their structure and source, by which a resumed run sees
-    that they are the same. Weights are not in the digest: a run trains a copy of a module.
+    A class or function of a module keeps its own path. All other objects, including classes of a notebook,
+    get a path of their class name and a digest of their structure and source, so that a resumed run can tell
+    if they are the same. Weights are not in the digest: a run trains a copy of a module.
 
     Args:
-        taken: paths of other objects of the same call.
+        taken: paths of the other objects of the same call.
 
     Raises C009 for a lambda.
     """
@@ -89,12 +89,12 @@ def give(value: Any, key: str, taken: Container[str] = ()) -> tuple[str, Any]:
 
 
 def give_again(objects: Mapping[str, Any]) -> None:
-    """Have paths name what `give` returned for them; another object may have got the same path meanwhile."""
+    """Register the objects of `give` again, because another object may have taken the same path since."""
     _targets.update({path.removeprefix(GIVEN): made for path, made in objects.items() if is_given(path)})
 
 
 def _is_importable(value: Any) -> bool:
-    """Return True if another process finds this very class or function by its path."""
+    """Return True if another process can import this class or function by its path."""
     module = sys.modules.get(value.__module__)
     if module is None or value.__module__ == "__main__" or getattr(module, "__spec__", None) is None:
         return False
@@ -106,7 +106,7 @@ def _is_importable(value: Any) -> bool:
 
 def _digest(value: Any, named: Any) -> str:
     parts = [name_of(value)]
-    with contextlib.suppress(Exception):  # of a user's own __len__, __repr__ and so on
+    with contextlib.suppress(Exception):  # user code may fail: __len__, __repr__ and so on
         if isinstance(value, functools.partial):
             parts.append(repr((value.args, value.keywords)))
         elif hasattr(value, "state_dict"):
@@ -114,21 +114,21 @@ def _digest(value: Any, named: Any) -> str:
             parts.append(repr(value))
         elif hasattr(value, "__len__"):
             parts.append(str(len(value)))
-    # A notebook has the source of functions, and not that of classes.
+    # In a notebook, the source of functions is available, but not that of classes.
     for function in vars(named).values() if isinstance(named, type) else [named]:
-        with contextlib.suppress(Exception):  # typed into an interpreter
+        with contextlib.suppress(Exception):  # no source in an interpreter
             parts.append(inspect.getsource(function))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
 def _class_of(value: Any) -> type:
-    """A class like that of `value` whose constructor takes nothing and gives `value`; a copy of a module."""
+    """Return a class like `value`'s whose constructor returns `value`, or a copy if it is a module."""
     kind = type(value)
     is_module = hasattr(value, "forward")
 
     def make(cls: type) -> Any:
         return copy.deepcopy(value) if is_module else value
 
-    # Of what it gives, which is no instance of it, Python calls no __init__.
+    # `make` returns no instance of the new class, so Python does not call its __init__.
     own = {"__new__": make, "__init__": lambda self: None, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), own)

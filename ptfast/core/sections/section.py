@@ -1,4 +1,4 @@
-"""The base of all sections, types that many of them use, and what a family states about its keys."""
+"""The base class of config sections, their shared types, and a family's rules for its keys."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
 OrAuto = Literal["auto"]
 
 GATHERED = ("target", "options", "several")
-"""Fields of sections that are gathered from several keys of a config, and are no keys themselves."""
+"""Section fields that are collected from several config keys, and are not keys themselves."""
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, closed, values coerced by `coerce` before pydantic sees them."""
+    """The base class of sections: frozen, without extra keys, with values converted by `coerce` first."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -54,16 +54,16 @@ class Section(BaseModel):
         try:
             return coerce(value, typed(cls.model_fields[info.field_name or ""]))
         except PtfastError as error:
-            raise ValueError(str(error)) from error  # which pydantic gathers
+            raise ValueError(str(error)) from error  # pydantic collects these
 
 
 def typed(field: FieldInfo) -> Any:
-    """The annotation of a section's field, with the range and the unit of its values."""
+    """Return the annotation of a section's field, with the range and unit of its values."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 class TargetSection(Section):
-    """A section with `_target_`: the target's keywords and fixed keys side by side."""
+    """A section with `_target_`, which has both the target's keywords and fixed keys."""
 
     target: Target
 
@@ -73,20 +73,20 @@ PlaceOf = Callable[[str], str]
 
 
 class Unused(NamedTuple):
-    """Keys that have an effect under one choice only."""
+    """Keys that have an effect only with a certain choice."""
 
     keys: tuple[str, ...]
     used: Callable[..., bool]
-    """Return True if that choice was made."""
+    """Whether that choice was made."""
     otherwise: str
     """The choice made instead, after `means nothing`; `{SECTION.KEY}` stands for a value."""
     remedy: str
 
     @classmethod
     def unless(cls, choice: str, values: tuple[str, ...], *keys: str) -> Unused:
-        """Keys that count where `choice`, such as `debug.mode`, has one of `values`, the usual one first."""
+        """Declare keys that need `choice`, such as `debug.mode`, in `values`; the usual value is first."""
         section, _, name = choice.partition(".")
-        # What an option of the group sets is shown as that option: `debug=profiler`.
+        # A value that an option of the group sets is shown as the option: `debug=profiler`.
         shown = section if name in ("mode", "strategy", "kind") else choice
         return cls(
             keys,
@@ -97,7 +97,7 @@ class Unused(NamedTuple):
 
     @classmethod
     def without(cls, choice: str, usual: str, *keys: str) -> Unused:
-        """Keys that count where `choice` is not null; `usual` is a value of it."""
+        """Declare keys that need `choice` to be set; `usual` is an example of its value."""
         section, _, name = choice.partition(".")
         return cls(
             keys,
@@ -108,7 +108,7 @@ class Unused(NamedTuple):
 
 
 def call_with(function: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
-    """Call `function` with those of `facts` that its parameters name; with all where it takes any."""
+    """Call `function` with the `facts` that its parameters name, or with all if it takes `**kwargs`."""
     parameters = signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**facts)
@@ -116,7 +116,7 @@ def call_with(function: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
 
 
 def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int | None) -> PtfastError | None:
-    """Reject a part of the run that is longer than all of it."""
+    """Return a C011 if `length`, a part of the run, is longer than the run."""
     total = {"steps": steps, "epochs": epochs}.get(length.unit)
     if total is None or length.value <= total:
         return None
@@ -134,7 +134,7 @@ PROMISES: dict[Kind, str] = {
     "reduced": "lower precision somewhere, with a bounded drift",
     "training": "changes what is computed",
 }
-"""The promise of each class about the result."""
+"""The promise of each kind of technique about the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,63 +145,63 @@ class Technique:
     """
 
     name: str
-    """Unique, a few lower-case words, such as `fused optimizer`."""
+    """Unique name of a few lowercase words, such as `fused optimizer`."""
     family: str
-    """The config group or family that it belongs to, such as `transfers`."""
+    """Its config group or family, such as `transfers`."""
     kind: Kind
-    """Its class: what it promises of the result."""
+    """Its promise about the result: a key of `PROMISES`."""
     on: tuple[str, ...] = ()
-    """Overrides that switch it on; none for what is always on."""
+    """Overrides that switch it on; empty if it is always on."""
     off: tuple[str, ...] = ()
     """Overrides that switch it off."""
     why: str
     """Why it is faster, or reaches the same result sooner, as one sentence."""
     claim: str
-    """Its worth according to its source, and under which conditions; nothing that the source does not say."""
+    """Its gain and the conditions for it, as stated by the source; nothing else."""
     source: str
-    """Where the idea and the claim come from: others, never ourselves."""
+    """The source of the idea and the claim, never ptfast itself."""
     avoid: str
     """When not to use it, as one sentence."""
     audit: str
-    """How to see in a model, a loader or a loop that it is missing."""
+    """How to detect that a model, a loader or a training loop lacks it."""
     about: tuple[str, ...] = ()
-    """Option files that it is about besides those that `on` selects, such as `augment/mixup`."""
+    """Its option files besides those that `on` selects, such as `augment/mixup`."""
     alternatives: str | None = None
-    """The set of techniques of which one at most is on, such as `precision`."""
+    """A set of mutually exclusive techniques, such as `precision`."""
     needs: tuple[Need, ...] = ()
-    """Requirements on the machine, the model or the data for it to apply."""
+    """Its requirements on the machine, the model or the data."""
     trial: tuple[str, ...] = ()
-    """Overrides of the smallest run in which it acts, to check its promise or measure it by; `{text}` in one
-    stands for the path of any text file, `{pack}` for that of a pack of images, `{images}` for that of
-    class folders of JPEG files, `{shards}` for that of tar shards of images."""
+    """Overrides of the smallest run that uses it, to check its promise or to measure it. `{text}` stands for
+    the path of any text file, `{pack}` for a pack of images, `{images}` for class folders of JPEG files,
+    `{shards}` for tar shards of images."""
     measured: str = ""
-    """Its worth as found by `command`; the docs have all its numbers next to that."""
+    """Its gain as measured by `command`; the docs show all its numbers next to it."""
     command: str = ""
-    """The command that measures that again, such as `python scripts/bench_data.py jpeg`."""
+    """The command that repeats the measurement, such as `python scripts/bench_data.py jpeg`."""
     drift: float | None = None
-    """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""
+    """For a `reduced` technique, the maximum relative drift of the loss over ten steps."""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The option files that it is about, such as `precision/amp`."""
+        """Return its option files, such as `precision/amp`."""
         selected = (word.replace("=", "/") for word in self.on if "." not in word.partition("=")[0])
         return (*selected, *self.about)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of techniques: what it states about its keys, besides their section.
+    """The rules of a family of techniques for its keys, in addition to their section.
 
-    It loads no torch. `ptfast.config.families` collects the families.
+    Families must not import torch. `ptfast.config.families` collects them.
     """
 
     rules: tuple[Rule, ...] = ()
     """Contradictions between keys."""
     machine_rules: tuple[Rule, ...] = ()
-    """Requirements that this machine lacks; checked where nothing else is wrong."""
+    """Requirements on the machine; checked if there is no other error."""
     unused: tuple[Unused, ...] = ()
-    """Keys that another choice leaves without effect."""
+    """Keys without effect under another choice."""
     free_keys: tuple[str, ...] = ()
-    """Keys that may change between a run and its continuation."""
+    """Keys that may change when a run is resumed."""
     panel: Callable[..., dict[str, object]] = dict
-    """Its rows of the panel; a row of None is left out."""
+    """Its rows of the panel; rows of None are omitted."""

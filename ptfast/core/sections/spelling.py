@@ -1,4 +1,4 @@
-"""The name that a misspelt word most likely stands for."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` most likely misspells, whole or in its last part; None if none is near."""
+    """Return the candidate closest to `word`, by the whole or the last part; None if none is close."""
     scored: list[tuple[float, str]] = []
     for candidate in candidates:
         given, whole = (re.sub("[- ]", "_", text.lower()) for text in (word, candidate))
@@ -21,7 +21,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 
 def _likeness(word: str, other: str) -> float:
-    """Likeness of two words, from 0 to 1: a few letters swapped, missing, added or repeated cost little."""
+    """Return the similarity of two words in [0, 1]; swapped, missing or repeated letters cost little."""
     if word == other:
         return 1.0
     if sorted(word) == sorted(other) or (set(word) == set(other) and abs(len(word) - len(other)) <= 2):
@@ -29,7 +29,7 @@ def _likeness(word: str, other: str) -> float:
     if not word or not other:
         return 0.0
     ratio = difflib.SequenceMatcher(None, word, other, autojunk=False).ratio()
-    # One letter too many or too few weighs heavily in a short word: `lrr` and `lr`.
+    # The ratio penalizes an extra or missing letter too much in short words: `lrr` and `lr`.
     short, letters = min(word, other, key=len), iter(max(other, word, key=len))
     if abs(len(word) - len(other)) <= 1 and all(letter in letters for letter in short):
         ratio = max(ratio, 0.8)

@@ -1,4 +1,4 @@
-"""Classes and functions that a config names by import path: how they are found and built."""
+"""Classes and functions that a config names by import path: lookup and construction."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _DIRECTIVES = ("_target_", "_partial_")
 
 @dataclass(frozen=True)
 class Target:
-    """A class or function by import path, and the keywords it is called with.
+    """A class or function by import path, with its keyword arguments.
 
     Args:
         path: import path, e.g. `torch.optim.AdamW`.
-        kwargs: keywords; a `Target` among them (also inside lists and mappings) is built first.
-        partial: give the callable with its keywords bound instead of calling it.
+        kwargs: keyword arguments; a `Target` among them (also inside lists and mappings) is built first.
+        partial: bind the keyword arguments instead of calling it.
     """
 
     path: str
@@ -38,14 +38,14 @@ class Target:
     partial: bool = False
 
     def resolve(self) -> Any:
-        """Import what `path` names; raises a C009 if that does not exist or its module fails to import."""
+        """Import the object at `path`; C009 if it does not exist or its module fails to import."""
         try:
             return locate(self.path)
         except PtfastError as problem:
             raise problem.at("_target_", self.path) from problem.__cause__
 
     def build(self, *args: Any, **facts: Any) -> Any:
-        """Call the target with its keywords, and with `facts` (None is unknown) for parameters left unset."""
+        """Call the target with its keywords, and fill its other parameters from `facts` that are not None."""
         function = self.resolve()
         takes = keywords(function)
         filled = {name: fact for name, fact in facts.items() if name in takes and fact is not None}
@@ -59,14 +59,14 @@ class Target:
 
 
 def _takes_tensor(annotation: Any) -> bool:
-    """Return True for the annotations `Tensor` and `Tensor | None`; nothing is imported to tell."""
+    """Return True for the annotations `Tensor` and `Tensor | None`, without importing torch."""
     torch = sys.modules.get("torch")
     kinds = typing.get_args(annotation) or (annotation,)
     return torch is not None and [kind for kind in kinds if kind is not type(None)] == [torch.Tensor]
 
 
 def _as_tensor(name: str, numbers: list[Any], path: str) -> Any:
-    """A list of numbers, such as class weights, as a tensor of floats."""
+    """Convert a list of numbers, such as class weights, to a tensor of floats."""
     import torch
 
     try:
@@ -77,7 +77,7 @@ def _as_tensor(name: str, numbers: list[Any], path: str) -> Any:
 
 
 def parse_target(tree: dict[str, Any]) -> Target:
-    """The `Target` of a mapping with `_target_`, nested ones included."""
+    """Convert a mapping with `_target_` to a `Target`, including nested ones."""
     path = tree.get("_target_")
     if path is None or path == "???":
         what = "required, but not set"
@@ -96,7 +96,7 @@ def parse_target(tree: dict[str, Any]) -> Target:
 
 
 def parse_value(value: Any, key: str) -> Any:
-    """`value` with every mapping in it that has a `_target_` as a `Target`; `key` is for messages."""
+    """Convert every mapping with a `_target_` in `value` to a `Target`; `key` is for messages."""
     if isinstance(value, dict):
         try:
             if "_target_" in value:
@@ -110,9 +110,9 @@ def parse_value(value: Any, key: str) -> Any:
 
 
 def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
-    """Import what a dotted path names, or raise a C009; `visit` sees each part on the way and its path."""
+    """Import the object at a dotted path, or raise a C009; `visit` is called with each part and its path."""
     parts = path.split(".")
-    # A user's own module lies next to where ptfast is called; the installed command does not look there.
+    # The user's modules are in the current folder, which an installed command does not have on its path.
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(here)
     found = _import(parts[0])
@@ -130,7 +130,7 @@ def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
 
 
 EXTRAS = ("schedulefree",)
-"""Packages that built-in options name, each of which the extra of its name installs."""
+"""Packages of built-in options; the extra of the same name installs each."""
 
 
 def _import(module: str, parent: ModuleType | None = None) -> ModuleType:
@@ -154,7 +154,7 @@ def _import(module: str, parent: ModuleType | None = None) -> ModuleType:
 
 def _does_not_exist(parent: Any, before: str, name: str) -> PtfastError:
     names = [candidate for candidate in dir(parent) if not candidate.startswith("_")]
-    # What is written in capitals is a class: a name that differs only in that is no good suggestion.
+    # Prefer names with the same case of the first letter: classes for classes, functions for functions.
     like = [candidate for candidate in names if candidate[0].isupper() == name[0].isupper()] or names
     found = nearest(name, like) or nearest(name, names)
     hint = f"Did you mean {before}.{found}?" if found else None
@@ -162,9 +162,9 @@ def _does_not_exist(parent: Any, before: str, name: str) -> PtfastError:
 
 
 def signature(function: Any) -> inspect.Signature | None:
-    """The signature with annotations evaluated where they can be; None where Python does not know it."""
+    """Return the signature, with annotations evaluated if possible; None if Python cannot inspect it."""
     try:
-        # Python knows where the names in annotations of any callable come from, but evaluates all or none.
+        # Python resolves the names in any callable's annotations, but evaluates all annotations or none.
         found = inspect.signature(function, eval_str=True)
     except Exception:
         try:
@@ -178,7 +178,7 @@ def signature(function: Any) -> inspect.Signature | None:
         if not isinstance(annotation, str):
             return annotation
         try:
-            # As `typing.get_type_hints` does, one by one: another names what type checkers alone import.
+            # One by one, because another annotation may name something imported only for type checkers.
             return eval(annotation, dict(getattr(body, "__globals__", {})))
         except Exception:
             return EMPTY
@@ -188,21 +188,21 @@ def signature(function: Any) -> inspect.Signature | None:
 
 
 def is_torch_scheduler(found: Any) -> bool:
-    """Return True if `found` is a scheduler class as torch's are; nothing is imported to tell."""
+    """Return True if `found` is a scheduler class in the style of torch, without importing torch."""
     torch = sys.modules.get("torch")
     schedulers = () if torch is None else (torch.optim.lr_scheduler.LRScheduler,)
     return inspect.isclass(found) and (issubclass(found, schedulers) or steps_on_metric(found))
 
 
 def steps_on_metric(found: Any) -> bool:
-    """Return True for a scheduler class whose `step` requires a metric, as that of ReduceLROnPlateau."""
+    """Return True for a scheduler class whose `step` requires a metric, as in ReduceLROnPlateau."""
     takes = [*keywords(getattr(found, "step", None)).values()][1:] if inspect.isclass(found) else []
     required = [parameter.name for parameter in takes if parameter.default is parameter.empty]
-    return len(required) == 1 and required[0] not in ("epoch", "closure")  # of an optimizer
+    return len(required) == 1 and required[0] not in ("epoch", "closure")  # `closure`: an optimizer
 
 
 def keywords(function: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of `function` that can be given by name."""
+    """Return the parameters of `function` that can be passed by keyword."""
     found = signature(function)
     if found is None:
         return {}
@@ -211,7 +211,7 @@ def keywords(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def is_metric_function(function: Any, given: Container[str] = ()) -> bool:
-    """Return True for a function of outputs and targets: its first two arguments, which nothing fills."""
+    """Return True for a function whose first two parameters are left for outputs and targets."""
     first = list(keywords(function).values())[:2]
     return (
         len(first) == 2
@@ -221,18 +221,18 @@ def is_metric_function(function: Any, given: Container[str] = ()) -> bool:
 
 
 def swallows_keywords(function: Any) -> bool:
-    """Return True if `function` takes `**kwargs`, so that its signature does not show an unknown keyword."""
+    """Return True if `function` takes `**kwargs`, so that its signature cannot reveal an unknown keyword."""
     found = signature(function)
     return found is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
 
 def takes(function: Any, name: str) -> bool:
-    """Return True if `function` can be given the keyword `name`."""
+    """Return True if `function` accepts the keyword `name`."""
     return name in keywords(function) or swallows_keywords(function)
 
 
 def plain(value: Any) -> Any:
-    """`value` as plain YAML-able data; `parse_value` reads the targets in it back."""
+    """Convert `value` to plain data for YAML; `parse_value` restores the targets in it."""
     if isinstance(value, Target):
         partial = {"_partial_": True} if value.partial else {}
         return {"_target_": value.path, **partial, **plain(value.kwargs)}
@@ -248,7 +248,7 @@ def plain(value: Any) -> Any:
 
 
 def built(value: Any, **facts: Any) -> Any:
-    """`value` with the targets in it built, the innermost first, each with what it takes of `facts`."""
+    """Build the targets in `value`, the innermost first, each with the `facts` that it accepts."""
     if isinstance(value, Target):
         return replace(value, kwargs=built(value.kwargs, **facts)).build(**facts)
     if isinstance(value, dict):
