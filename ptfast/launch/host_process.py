@@ -174,8 +174,8 @@ def _kept() -> Iterator[None]:
         if isinstance(logger, logging.Logger):
             # Keep a separate list, which no other handler is added to.
             logger.handlers = [*(before := logger.handlers)]
-            places.append((logger, "propagate"))
-            settings += [(partial(setattr, logger, "handlers"), before), (logger.setLevel, logger.level)]
+            places += [(logger, "propagate"), (logger, "level")]
+            settings.append((partial(setattr, logger, "handlers"), before))
     attributes = [(place, name, getattr(place, name)) for place, name in places]
     caught = {each: signal.getsignal(each) for each in signal.valid_signals() if on_main_thread()}
     torch.set_default_dtype(torch.float32)
@@ -187,6 +187,7 @@ def _kept() -> Iterator[None]:
             put_back(value)
         for attribute in attributes:
             setattr(*attribute)
+        logging.disable(logging.root.manager.disable)  # loggers remember their levels
         if cuda_states is not None:
             cuda.set_rng_state_all(cuda_states)
         elif cuda.is_initialized():
