@@ -12,11 +12,11 @@ from ptfast.core.sections.targets import Target
 MIXTURE = "ptfast.data.mixture.Mixture"
 Amount = Annotated[Duration, InUnit("samples", ("percent", "samples"))]
 SPLIT_KEYS = ("test", "split", "group", "folds", "fold", "fraction", "overfit")
-"""Keys that go to a dataset of the user's where it takes them itself, such as torchvision's `split`."""
+"""Keys that are passed to a user's dataset if it has such parameters, as torchvision's `split`."""
 
 
 class DataSection(TargetSection):
-    """The dataset, and the share of it that is held out."""
+    """The dataset, and the part of it that is held out."""
 
     val: Amount = Duration(10, "percent")
     """The share held out for validation if the data has no such split: `10%`, `500samples` or 0."""
@@ -39,10 +39,10 @@ class DataSection(TargetSection):
     collate: Target | None = None
     """Import path of a function that makes a batch of a list of samples; null for the dataset's own."""
     shuffle_buffer: Count | None = None
-    """Buffered samples of a stream, from which the next is drawn at random; null keeps their order."""
+    """Shuffle buffer of a stream: the next sample is drawn from this many; null keeps the stream's order."""
 
 
 def panel(data: DataSection) -> dict[str, object]:
-    """The shuffle buffer, for the panel."""
+    """Describe the shuffle buffer for the panel."""
     size = data.shuffle_buffer
     return {"shuffling": f"each sample is drawn out of {size:,} that lie together" if size else None}

@@ -1,4 +1,4 @@
-"""Data: what a run trains on, divided into splits, batches and micro-batches."""
+"""Builds the data of a run: reads a dataset, splits it, and chooses its loader."""
 
 from __future__ import annotations
 
@@ -50,70 +50,69 @@ _LABELS_OF = {
     "token_classification": ("token_classification",),
     "language_modelling": ("language_modelling",),
 }
-"""The tasks whose labels each task can train on."""
+"""For each task, the tasks whose labels it can train on."""
 _WHOLE = ("classification", "token_classification", "language_modelling")
 """The tasks whose loss takes labels as int64."""
 _SCANNED = 2000
-"""Masks that are read at most to find the classes, if the dataset does not state their number."""
+"""Maximum number of masks to read to find the classes, if the dataset does not state their number."""
 _AT_ONCE = 32
 _VOID = 255
-"""The value that masks often have for ignored pixels, or for everything but the background."""
+"""The value of ignored pixels in many masks, or of everything but the background."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How the data of a run is read, divided into splits and loaded."""
+    """Options for reading, splitting and loading the data of a run."""
 
     val: Duration
     """Training samples to hold out if the source has no validation split."""
     seed: int
-    """Decides which samples are held out."""
+    """Determines which samples are held out."""
     task: str
     """`auto`, or the task to train for."""
     normalize: bool = True
-    """Compute the statistics that the loaders normalize by, unless a run has `trained` by them."""
+    """Compute the statistics for normalization, unless `trained` contains them."""
     shuffle_buffer: int | None = None
-    """Samples among which the next is drawn, for data that is read in its own order."""
+    """Size of the shuffle buffer, for data that is read in its own order."""
     known: DataInfo | None = None
-    """The facts of the data that a model was trained on (vocabulary, statistics, classes), by which this data
-    is read."""
+    """Facts of a trained model's data (vocabulary, statistics, classes); this data is read the same way."""
     trained: DataInfo | None = None
-    """The facts of this very data, as a run has saved them."""
+    """Facts of this data as saved by a run."""
     choose: Callable[..., Choice] | None = None
-    """Chooses the loader, given the training split and the others; None leaves samples where they are."""
+    """Chooses the loader, given the training split and the others; None chooses none and decodes nothing."""
     crops: bool = False
     """Keep training images in memory at their original size, for random crops."""
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
-    """Calls a function on one rank, for all ranks."""
+    """Calls a function on one rank and returns its result on all ranks."""
     arrays: SharedArrays | None = None
-    """Of arrays decoded into memory, which ranks may share; None for this process."""
+    """Allocates the arrays of decoded data, which ranks may share; None for arrays of this process."""
     ignore_index: int = IGNORE_INDEX
     """The label of ignored pixels."""
     collate: Collate | None = None
-    """A user's function that makes batches; None for the dataset's own, or torch's."""
+    """A user's collate function; None for the dataset's own, or torch's."""
     whole: bool = False
-    """Evaluate all samples of data without held-out splits, unless it is that of the training."""
+    """Evaluate all samples of data without held-out splits, unless it is the training data."""
     options: InputOptions = AS_GIVEN
-    """What else decides how samples of a user's dataset are read."""
+    """Further options for reading the samples of a user's dataset."""
     rules: SplitRules = NO_RULES
     """How the training samples are split."""
 
 
 def build_data(source: Any, **options: Any) -> Data:
-    """Read a dataset, divide it into splits, choose its loader, and find the facts about it.
+    """Read a dataset, divide it into splits, choose its loader, and collect the facts about it.
 
     Args:
-        source: what an option of the group `data` constructs, or any torch dataset.
-        options: those of `DataOptions`.
+        source: an object built by an option of the group `data`, or any torch dataset.
+        options: the fields of `DataOptions`.
 
     Raises:
-        ConfigError: C011 for a task that the labels do not fit, a shuffle buffer for data that is shuffled as
-            a whole, and a collate function for built-in data.
-        DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
+        ConfigError: C011 for a task that does not match the labels, a shuffle buffer for data that is
+            shuffled as a whole, or a collate function for built-in data.
+        DataError: D002 to D006 for data that is empty, unreadable or does not match the task.
     """
     wanted = DataOptions(**options)
     if wanted.rules.split == "auto" and (before := wanted.known or wanted.trained) is not None:
-        # Runs that do not say how were split at random.
+        # Runs that did not record the kind of split were split at random.
         rules = replace(wanted.rules, split=before.extra.get("split", "random"))
         wanted = replace(wanted, rules=rules)
     read = _read(source, wanted)
@@ -144,7 +143,7 @@ def build_data(source: Any, **options: Any) -> Data:
 
 
 def _read(source: Any, wanted: DataOptions) -> Splits:
-    """The splits as the dataset has them, with labels of the type that the task takes, checked."""
+    """Read the splits of the dataset, check their labels and convert them to the task's type."""
     known, task = wanted.known, wanted.task
     if isinstance(source, DataSet):
         if (collate := wanted.collate) is not None:
@@ -168,7 +167,7 @@ def _read(source: Any, wanted: DataOptions) -> Splits:
 
 
 def _hold_out(splits: Splits, source: Any, wanted: DataOptions) -> tuple[Splits, Indices | None]:
-    """The splits that the run uses, and the training samples among those of the dataset; None for all."""
+    """Return the splits for the run, and the indices of the training samples kept; None for all."""
     known, seed = wanted.known, wanted.seed
     contents = {} if known is None else known.extra.get("contents", {})
     if not wanted.whole or known is None or same_training_data(contents, splits.fingerprint()):
@@ -183,7 +182,7 @@ def _hold_out(splits: Splits, source: Any, wanted: DataOptions) -> tuple[Splits,
 
 
 def _load(splits: Splits, wanted: DataOptions) -> tuple[Splits, Choice | None]:
-    """The splits, decoded into memory where the loader that is chosen for them wants that."""
+    """Choose the loader, and decode the splits into memory if it needs that."""
     if wanted.shuffle_buffer is not None:
         warning = _draw_among(splits.train, wanted.shuffle_buffer) or splits.warning
         splits = replace(splits, warning=warning)
@@ -197,8 +196,8 @@ def _load(splits: Splits, wanted: DataOptions) -> tuple[Splits, Choice | None]:
 
 
 def _describe(splits: Splits, kept: Indices | None, wanted: DataOptions, *, skips: bool) -> DataInfo:
-    """The facts about the splits; `skips` if files that cannot be read are left out."""
-    # Labels in memory may show that all count; yet whether they are counted must not depend on the loader.
+    """Return the facts about the splits; `skips` if unreadable files are left out."""
+    # Labels in memory may show that none is ignored, but the result must not depend on the loader.
     ignores_labels = skips or any(map(_ignores_labels, splits.sources.values()))
     num_train = len(splits.train) if isinstance(splits.train, MapSource) else None
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
@@ -213,7 +212,7 @@ def _describe(splits: Splits, kept: Indices | None, wanted: DataOptions, *, skip
 def _statistics(
     splits: Splits, files: Source, kept: Indices | None, info: DataInfo, wanted: DataOptions
 ) -> Statistics | None:
-    """What inputs are normalized by, computed from the training `files`; None where they are not."""
+    """Return the statistics for normalization, from the training `files`; None if there are none."""
     train = splits.train
     # Streams are not read for statistics: their images are scaled to 0 to 1.
     if not isinstance(files, MapSource) or not isinstance(train, MapSource):
@@ -234,7 +233,7 @@ def _statistics(
 
 
 def _note(source: Any, splits: Splits, kept: Indices | None, wanted: DataOptions) -> str:
-    """The data's name and the sizes of its splits, for the panel."""
+    """Return the data's name and the sizes of its splits, for the panel."""
     name = source.name if isinstance(source, DataSet) else type(source).__name__
     counts = [
         f"{len(each):,} {split}" if isinstance(each, MapSource) else f"{split} of unknown length"
@@ -253,10 +252,10 @@ def _in_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 def _for_task(splits: Splits, task: str) -> Splits:
-    """The splits with the type of labels that the task takes: floats for measured or many, else classes."""
+    """Convert labels to the task's type: floats for regression and multilabel, class numbers otherwise."""
     info = splits.info
     if task == "regression" and info.task in ("classification", "semantic_segmentation"):
-        # Whole numbers are read as classes unless the user asks for regression.
+        # Integers are read as classes unless the user asks for regression.
         if info.class_names is not None:
             _replace_classes_by_values(splits, info.class_names)
         kind = "map" if info.target_kind == "mask" else info.target_kind
@@ -265,7 +264,7 @@ def _for_task(splits: Splits, task: str) -> Splits:
         what = f"this data's labels are for task={info.task}"
         raise ConfigError("C011", what, key="task", value=task, suggestion="Use task=auto")
     if task == "classification" and info.task in ("regression", "multilabel"):
-        # Labels name classes by floats or by rows with a single 1.
+        # Labels give classes as floats or one-hot rows.
         for split, source in splits.sources.items():
             if isinstance(source, (TensorSource, TextSource)):
                 source.targets = as_classes(source.targets, f"{split} sample")
@@ -283,7 +282,7 @@ def _for_task(splits: Splits, task: str) -> Splits:
 
 
 def _replace_classes_by_values(splits: Splits, names: tuple[str, ...]) -> None:
-    """Replace class numbers by the numbers that the classes are named; C011 if they have other names."""
+    """Replace class numbers by the numbers in the class names; raise C011 for a name that is no number."""
     try:
         values = torch.tensor([float(name) for name in names])
     except ValueError:
@@ -295,7 +294,7 @@ def _replace_classes_by_values(splits: Splits, names: tuple[str, ...]) -> None:
 
 
 def _with_warning(splits: Splits, task: str) -> Splits:
-    """The splits with a warning of labels that look like no classes, unless their number is stated."""
+    """Add a warning if labels do not look like classes, unless the number of classes is stated."""
     info, labels = splits.info, getattr(splits.train, "seen_labels", None)
     labels = splits.train.known_labels() if labels is None and isinstance(splits.train, MapSource) else labels
     if info.task != "classification" or info.class_names or splits.classes_from is None or labels is None:
@@ -306,7 +305,7 @@ def _with_warning(splits: Splits, task: str) -> Splits:
 
 
 def _with_masks(splits: Splits, ignore_index: int) -> Splits:
-    """Splits of masks with their classes counted and checked."""
+    """Count and check the classes of masks."""
     info = replace(splits.info, ignore_index=ignore_index)
     if info.num_classes is None:
         info = replace(info, num_classes=_count_classes(splits.train, ignore_index))
@@ -321,7 +320,7 @@ def _with_masks(splits: Splits, ignore_index: int) -> Splits:
 
 
 def _count_classes(source: Source, ignore_index: int) -> int:
-    """One more than the highest label of up to 2,000 masks spread over the split."""
+    """Return the highest label plus one, of up to 2,000 masks spread over the split."""
     if isinstance(source, IterableSource):
         what, hint = "iterable data must say how many classes there are", "Give it an attribute num_classes"
         raise DataError("D004", what, key="data", suggestion=hint)
@@ -344,7 +343,7 @@ def _count_classes(source: Source, ignore_index: int) -> int:
 
 
 def _with_classes(splits: Splits) -> Splits:
-    """Splits with their classes counted, where labels are in memory; D004 for a label that is no class."""
+    """Count the classes of labels in memory; raise D004 for a label that is not a class."""
     info = splits.info
     labels = {split: getattr(each, "targets", None) for split, each in splits.sources.items()}
     if info.task != "classification" or not isinstance(labels["train"], Tensor):
@@ -357,7 +356,7 @@ def _with_classes(splits: Splits) -> Splits:
 
 
 def _draw_among(source: Source, size: int) -> str | None:
-    """Draw each sample out of `size` neighbors, perhaps with a warning; C011 if data is shuffled whole."""
+    """Set the shuffle buffer, and return a warning or None; raise C011 for data that is shuffled whole."""
     from ptfast.data.sources.webdataset_shards import ShardedImages, ShardStream
 
     if not isinstance(source, (IterableSource, ShardedImages)):
@@ -373,7 +372,7 @@ def _ignores_labels(source: Source) -> bool:
 
 
 def _decode(splits: Splits, crops: bool, arrays: SharedArrays) -> Splits:
-    """The same splits, decoded into memory."""
+    """Decode the splits into memory."""
     files, sources = splits.train, splits.sources.values()
     if crops and isinstance(files, ImageSource) and files.crops_originals and files.storage != "memory":
         splits = replace(splits, train=ImagesInMemory(files))

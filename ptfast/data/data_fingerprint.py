@@ -1,4 +1,4 @@
-"""Fingerprints of data, to notice changes, and arrays cached on disk."""
+"""Fingerprints of data, to detect changes, and arrays cached on disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Contents = dict[str, list[Any]]
-"""By part, such as `train` or `train/cat`: a count, its unit and a digest. JSON-serializable."""
+"""Maps a part, such as `train` or `train/cat`, to a count, its unit and a digest. JSON-serializable."""
 FULL_BYTES = 64 * 2**20
-"""Arrays up to this size are digested as a whole, in 45 ms; larger ones by as many bytes all over."""
+"""Arrays up to this size are digested as a whole, in 45 ms; larger ones by this many bytes, spread out."""
 _BLOCK_BYTES = 2**20
 
 
 def describe_part(count: int, unit: str, *digested: Any) -> list[Any]:
-    """The fingerprint of one part: `count` of `unit`, and a digest of arrays and plain values."""
+    """Return the fingerprint of one part: `count`, `unit`, and a digest of arrays and plain values."""
     found = hashlib.sha256()
     for value in digested:
         text = f"{_sum_of(value):08x} {value.dtype} {value.shape}" if isinstance(value, np.ndarray) else value
@@ -33,9 +33,9 @@ def describe_part(count: int, unit: str, *digested: Any) -> list[Any]:
 def class_parts(
     split: str, root: Path, classes: Sequence[str], paths: Sequence[str], labels: Sequence[int], most: int
 ) -> tuple[Contents, int]:
-    """A part for each class, of the names and sizes of its files, and the latest change of a file in ns.
+    """Return a part for each class, by its files' names and sizes, and the latest change of a file in ns.
 
-    Names are relative to `root`: a tree may be moved. Of more than `most` files every k-th is inspected.
+    Names are relative to `root`, so the tree may be moved. Above `most` files, only every k-th is inspected.
     """
     step, skipped, newest_ns = -(-len(paths) // most), len(str(root)) + 1, 0
     bounds = [*np.searchsorted(labels, range(len(classes))).tolist(), len(paths)]
@@ -50,9 +50,9 @@ def class_parts(
 
 
 def size_and_time(path: str) -> tuple[int, int]:
-    """Bytes of a file and its last change in ns; 0 for a missing file, which is reported when it is read."""
+    """Return the size and last change (ns) of a file; 0, 0 if missing, which is reported when it is read."""
     try:
-        # A Path for each of 60,000 files would take a second.
+        # Creating Path objects for 60,000 files would take a second.
         found = os.stat(path)  # noqa: PTH116
     except OSError:
         return 0, 0
@@ -60,7 +60,7 @@ def size_and_time(path: str) -> tuple[int, int]:
 
 
 def differing(before: Contents, now: Contents) -> dict[str, str]:
-    """The parts that have changed, each with its change in words."""
+    """Return the changed parts, each with its change in words."""
     changed = {}
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
@@ -74,7 +74,7 @@ def differing(before: Contents, now: Contents) -> dict[str, str]:
 
 
 def same_training_data(before: Contents, now: Contents) -> bool:
-    """Whether two fingerprints show the same training data, or as many samples if one is of a pack."""
+    """Return whether two fingerprints have the same training data, or the same size if one is of a pack."""
     old, new = (
         {name: facts for name, facts in contents.items() if name.partition("/")[0] == "train"}
         for contents in (before, now)
@@ -84,7 +84,7 @@ def same_training_data(before: Contents, now: Contents) -> bool:
 
 
 def _sum_of(array: NDArray[Any]) -> int:
-    """A checksum of an array's bytes."""
+    """Return a checksum of an array's bytes."""
     if array.dtype.hasobject:
         return 0
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -97,7 +97,7 @@ def _sum_of(array: NDArray[Any]) -> int:
 
 
 def load_arrays(path: Path) -> dict[str, NDArray]:
-    """The arrays that `save_arrays` wrote to `path`; empty if the file is missing or damaged."""
+    """Load the arrays that `save_arrays` wrote to `path`; empty if the file is missing or damaged."""
     damages = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
     with contextlib.suppress(*damages), path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
         return dict(entry)
@@ -105,7 +105,7 @@ def load_arrays(path: Path) -> dict[str, NDArray]:
 
 
 def save_arrays(path: Path, **arrays: NDArray) -> None:
-    """Write arrays to `path`, which is never a partial file; errors only mean that no cache is there."""
+    """Write arrays to `path` atomically; I/O errors are ignored, as this is only a cache."""
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ _Found = TypeVar("_Found")
 def image_info(
     input_shape: tuple[int, ...], *, class_names: tuple[str, ...] | None, **extra: Any
 ) -> DataInfo:
-    """The facts about images of one class each; classes without names are counted later."""
+    """Return the facts about images with one class each; classes without names are counted later."""
     return DataInfo(
         kind="image",
         task="classification",
@@ -55,21 +55,21 @@ class Splits:
     val: Source | None = None
     test: Source | None = None
     note: str = ""
-    """Remarks for the user on how it was read."""
+    """Remarks for the user on how the data was read."""
     classes_from: str | None = None
-    """Where the number of classes can be stated, if it was only seen in the labels."""
+    """Where the user can state the number of classes, if it was inferred from the labels."""
     warning: str | None = None
-    """What looks odd about the labels."""
+    """A warning about suspicious labels."""
     contents: Callable[[], Contents] | None = None
-    """Its fingerprint; None to ask the sources."""
+    """Returns the fingerprint; None to ask the sources."""
     cache_key: Callable[[], str] | None = None
-    """Identifies the inputs, to cache their statistics by; None for no cache."""
+    """Returns the key under which statistics of the inputs are cached; None for no cache."""
     groups: Sequence[Any] | None = None
-    """Of the training samples: the column that `data.group` names; None without it."""
+    """The training samples' values in the column `data.group`; None without such a column."""
 
     @classmethod
     def of(cls, info: DataInfo, sources: Mapping[str, Source], note: str = "", **known: Any) -> Self:
-        """The splits among `sources`: `train`, and perhaps `val` and `test`."""
+        """Create the splits from `sources`: `train`, and optionally `val` and `test`."""
         return cls(info, sources["train"], sources.get("val"), sources.get("test"), note, **known)
 
     @property
@@ -79,7 +79,7 @@ class Splits:
         return {split: source for split, source in found.items() if source is not None}
 
     def fingerprint(self) -> Contents:
-        """The contents of the splits, as far as they are known."""
+        """Return the fingerprints of the splits, where known."""
         if self.contents is not None:
             return self.contents()
         found = {split: source.contents() for split, source in self.sources.items()}
@@ -88,32 +88,32 @@ class Splits:
 
 @runtime_checkable
 class DataSet(Protocol):
-    """A built-in dataset, or a user's of the same kind: what options of the group `data` construct."""
+    """A built-in dataset, or a user's with the same interface, as built by options of the group `data`."""
 
     name: str
     """Its name in the panel, e.g. `digits`."""
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        """Read it. `val` and `seed` only matter to data not split by samples, such as running text."""
+        """Read the data. `val` and `seed` only matter if it is not split by samples, like running text."""
         ...
 
 
 class ReadsAsKnown:
-    """A dataset read by facts (vocabulary, classes) of its training split, or of a model's data."""
+    """A dataset whose vocabulary or classes come from its training split, or from a trained model's data."""
 
     known: DataInfo | None = None
-    """The facts of the data that the model was trained on, where it is only evaluated."""
+    """The facts of the data that the model was trained on, for evaluation only."""
     splits_itself = False
-    """`load` holds out the validation samples, not its caller."""
+    """Whether `load` holds out the validation samples instead of its caller."""
     task = "auto"
-    """The task that the config names."""
+    """The task in the config."""
     max_length = 0
-    """Tokens that are kept of a text."""
+    """Maximum number of tokens kept of a text."""
     rules = NO_RULES
     """How the training samples are split."""
 
     def complete(self, found: dict[str, _Found]) -> dict[str, _Found]:
-        """The splits that were found; evaluation needs no `train` and reads the first of the others."""
+        """Return the splits `found`; evaluation may lack `train` and uses the first split in its place."""
         if self.known is None or "train" in found or not found:
             return found
         return {"train": next(iter(found.values())), **found}
@@ -121,18 +121,18 @@ class ReadsAsKnown:
 
 @dataclass(frozen=True)
 class Data(Splits):
-    """The splits of a run; their note is a line for the panel, e.g. `digits: 1,617 train, 180 val`."""
+    """The splits of a run; `note` is a line for the panel, e.g. `digits: 1,617 train, 180 val`."""
 
     choice: Any = None
-    """How it is loaded, a `Choice` of `ptfast.data.loaders.loader_choice`; None if not chosen yet."""
+    """The loader, a `Choice` of `ptfast.data.loaders.loader_choice`; None if not chosen yet."""
     unreadable: Callable[[], list[str]] | None = None
-    """Names the files that were left out so far; None if an unreadable file ends the run."""
+    """Returns the files left out so far; None if an unreadable file ends the run."""
     order: Callable[[int, int], Indices | None] = lambda seed, epoch: None
-    """The order of the training samples in an epoch, by (seed, epoch); None to shuffle all."""
+    """Returns the order of the training samples, given seed and epoch; None to shuffle all."""
     weights: Callable[[], NDArray[np.float64] | None] = lambda: None
-    """The relative frequency of each training sample, if the dataset gives one."""
+    """Returns the relative frequency of each training sample, if the dataset has weights."""
     kept: Indices | None = None
-    """The samples of the dataset that are trained on; None for all."""
+    """The indices of the training samples in the dataset; None for all."""
     arrays: SharedArrays | None = None
     evals: Mapping[str, Data] = field(default_factory=dict)
     """Evaluation sets by name, each in its `val`."""
@@ -151,18 +151,18 @@ _MUST_AGREE = {
 
 
 def read_info(facts: dict[str, Any]) -> DataInfo:
-    """The data's facts as they were saved; JSON's lists become tuples again."""
+    """Restore the data's facts from JSON; lists become tuples again."""
     return checked(DataInfo, json.dumps(facts))
 
 
 def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:
-    """Reject resuming with other data than before, which the model would silently misread.
+    """Reject resuming with changed data, which the model would silently misread.
 
     Args:
         trains: whether the run trains, so that the training samples must be the same, too.
 
     Returns:
-        Changes that alter no step of training, in words; empty if there are none.
+        Changes that do not affect training, in words; empty if there are none.
 
     Raises:
         SavedStateError: S003, naming the changes.
@@ -180,7 +180,7 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
     if saved.extra.get("tokenizer") != found.extra.get("tokenizer"):
         changed.append("the vocabulary")
     before, now = (info.extra.get("contents", {}) for info in (saved, found))
-    # Data for a model that is known are not compared.
+    # Data that is read as a trained model's data has no fingerprint to compare.
     parts = differing(before, now) if now else {}
     of_training = [words for name, words in parts.items() if trains and name.partition("/")[0] == "train"]
     if changed or of_training:
@@ -192,7 +192,7 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
 
 
 def numbered_as(names: tuple[str, ...] | None, splits: Splits) -> Splits:
-    """Splits whose classes have the numbers that they have in `names`, if it has them all, with a note."""
+    """Renumber the classes as in `names`, if it contains all of them, and add a note."""
     own, names, sources = splits.info.class_names or (), names or (), splits.sources.values()
     known = splits.info.task == "classification" and own and own != names and {*own} <= {*names}
     if not known or not all(isinstance(getattr(source, "targets", None), Tensor) for source in sources):
@@ -206,10 +206,10 @@ def numbered_as(names: tuple[str, ...] | None, splits: Splits) -> Splits:
 
 
 def as_known(known: DataInfo, found: DataInfo) -> DataInfo:
-    """The facts by which a model trained on `known` data reads the data that was `found`.
+    """Return the facts with which a model trained on `known` data reads the data `found`.
 
     Raises:
-        DataError: D003 to D005 if the model cannot read it.
+        DataError: D003 to D005 if the data does not match the model.
     """
 
     def misfit(code: str, what: str, trained_on: str) -> DataError:

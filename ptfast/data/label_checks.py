@@ -1,4 +1,4 @@
-"""Checks of labels when data is read: a bad label on a GPU would be an opaque crash hours later."""
+"""Checks labels when data is read, because a bad label on a GPU is an opaque crash, maybe hours later."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ptfast.core.tensors.trees import tensors_in
 TargetKind = Literal["whole", "mask", "map", "unknown"]
 _CLASSES = "classification", "whole numbers"
 _MOST_CLASSES = 10_000
-"""Classes that there may be without as many samples."""
+"""Up to this many classes, there may be fewer samples than classes."""
 _FEW = 10
-"""Samples that may all have labels of their own."""
+"""Up to this many samples may all have different labels."""
 _NARROW = (torch.int8, torch.int16, torch.int32)
-"""Types of labels that torch's losses do not take."""
+"""Label types that torch's losses do not accept."""
 _COMPUTABLE = {
     torch.bool: torch.uint8,
     torch.uint16: torch.int32,
@@ -32,11 +32,11 @@ _COMPUTABLE = {
     torch.uint64: torch.int64,
 }
 _MANY = 100
-"""Labels that go up to more than this, and leave out most numbers below, look like amounts."""
+"""If labels exceed this and skip most numbers below their maximum, they look like amounts."""
 
 
 def check_labels(labels: Tensor, num_classes: int, split: str, ignore_index: int = IGNORE_INDEX) -> None:
-    """Raise DataError D004 unless every label is a class below `num_classes` or ignored, and some count."""
+    """Raise DataError D004 unless every label is below `num_classes` or ignored, and not all are ignored."""
     if bool(is_ignored(labels, ignore_index).all()):
         if not len(labels):
             return
@@ -55,13 +55,13 @@ def check_range(
 ) -> None:
     """Raise DataError D004 unless every label is a class below `num_classes` or ignored.
 
-    `name` is what a sample is called; `numbers` are those of the samples, by default 0, 1, 2, ...
+    `name` is the word for a sample; `numbers` are the samples' numbers, by default 0, 1, 2, ...
     """
     if not labels.numel():
         return
     masks = labels.dim() > 2
     if ignore_index >= 0:
-        # Class 0 is always one of them.
+        # Class 0 is always valid.
         labels = labels.masked_fill(is_ignored(labels, ignore_index), 0)
     low, high = (int(bound) for bound in labels.aminmax())
     negative = labels[(labels < 0) & ~is_ignored(labels, ignore_index)] if low < 0 else labels[:0]
@@ -82,18 +82,18 @@ def check_range(
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """The check of labels as they are read, for data whose labels were never seen as a whole."""
+    """Checks labels batch by batch, for data whose labels are not all known in advance."""
 
     num_classes: int | None = None
     """None for labels that are not classes."""
     ignore_index: int = IGNORE_INDEX
     as_classes: bool = False
-    """Translate labels that name classes by floats or one-hot rows into class numbers."""
+    """Convert labels that are floats or one-hot rows to class numbers."""
     as_long: bool = False
-    """Labels are whole numbers that losses take as int64 or uint8."""
+    """Whether labels are integers, which losses take as int64 or uint8."""
 
     def __call__(self, raw: Any, numbers: list[int]) -> Any:
-        """Return the raw batch of samples `numbers`; raise DataError D004 for a label that is no class."""
+        """Return the raw batch of samples `numbers`; raise DataError D004 for a label that is not a class."""
         if isinstance(raw, (tuple, list)) and len(raw) == 2 and signed(raw[1]) is not raw[1]:
             raw = (raw[0], signed(raw[1]))
         if self.as_classes:
@@ -106,17 +106,17 @@ class LabelCheck:
 
 
 def missing_classes(trained: Tensor, held_out: Tensor, names: Sequence[str] | None) -> list[str]:
-    """The classes that the `trained` labels have and the `held_out` ones lack, by name or number."""
+    """Return the classes in the `trained` labels but not in the `held_out` ones, by name or number."""
     missing = {*trained.tolist()} - {*held_out.tolist(), IGNORE_INDEX}
     return [str(number) if names is None else names[int(number)] for number in sorted(missing)]
 
 
 def odd_classes(labels: Tensor, num_classes: int, key: str, *, is_stated: bool = False) -> str | None:
-    """Why whole numbers may be no classes counted from 0, for a warning; None if nothing is odd.
+    """Return a warning if integer labels may not be classes counted from 0; None if they look right.
 
     Args:
         key: where the number of classes can be stated.
-        is_stated: whether the config says that the labels are classes, so they are no amounts.
+        is_stated: whether the config says that the labels are classes, not amounts.
     """
     occurring = labels[labels >= 0].unique()
     if not len(occurring):
@@ -134,7 +134,7 @@ def odd_classes(labels: Tensor, num_classes: int, key: str, *, is_stated: bool =
 
 
 def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
-    """The samples among `numbers`, those of a raw batch, that contain numbers that are not finite; sorted."""
+    """Return the samples with NaN or infinite values, sorted; `numbers` are those of the raw batch."""
     wrong = np.zeros(len(numbers), bool)
     for part in tensors_in(raw):
         if part.is_floating_point() and len(part) == len(wrong):
@@ -163,14 +163,14 @@ def can_hold(dtype: torch.dtype, value: int) -> bool:
 
 
 def signed(labels: Any) -> Any:
-    """Labels in a type that torch computes with: no bool, and no unsigned type wider than uint8."""
+    """Convert bool and unsigned types wider than uint8 to types that torch computes with."""
     return labels.to(_COMPUTABLE[labels.dtype]) if getattr(labels, "dtype", None) in _COMPUTABLE else labels
 
 
 def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | None = None) -> Tensor:
-    """Class numbers, (samples,) int64, from labels in another form; `name`, `numbers` as for `check_range`.
+    """Convert labels to class numbers, (samples,) int64; `name` and `numbers` are as for `check_range`.
 
-    Whole numbers may be floats or stand in a column; a one-hot row gives the class by the place of its 1.
+    Labels may be whole numbers as floats or in a column, or one-hot rows.
     """
     hint = "Use task=auto, which infers the task, or number the classes from 0"
     if labels.dim() == 2 and labels.shape[1] == 1:
@@ -195,7 +195,7 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
 
 
 def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> TargetKind:
-    """The `DataInfo.target_kind` of the labels of some samples, whose inputs have `input_shape`."""
+    """Return the `DataInfo.target_kind` for labels of samples whose inputs have `input_shape`."""
     shape, pixels = tuple(labels.shape[1:]), tuple(input_shape[1:])
     if len(input_shape) == 3 and shape in (pixels, (1, *pixels)):
         return "map" if labels.is_floating_point() or task == "regression" else "mask"
@@ -206,7 +206,7 @@ def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> Tar
 
 
 def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
-    """The task that the labels of some samples imply (no tokens), and the reason for the panel."""
+    """Return the task that sample labels imply, and the reason for the panel; not for token labels."""
     if target_kind == "mask":
         return "semantic_segmentation", "whole numbers for each pixel"
     if target_kind == "map":
@@ -218,7 +218,7 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
     floats, several = labels.is_floating_point(), labels.dim() == 2 and labels.shape[1] > 1
     if not floats and labels.dim() < 2:
         return _CLASSES
-    # A single row of floats may be 0 and 1 by chance.
+    # A single row of floats may consist of zeros and ones by chance.
     are_ones = bool(((labels == 0) | (labels == 1)).all())
     if labels.dim() == 2 and are_ones and (not floats or (several and len(labels) > 1)):
         one_each = several and bool((labels.sum(1) == 1).all())
@@ -232,7 +232,7 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
 
 
 def count_classes(labels: Tensor, num_samples: int | None = None) -> int:
-    """One more than the highest label; D004 if there were more classes than samples, and thousands."""
+    """Return the highest label plus one; raise D004 for more than 10,000 classes with fewer samples."""
     counted = labels[labels != IGNORE_INDEX]
     found = int(counted.max()) + 1 if counted.numel() else 1
     if found > max(len(labels) if num_samples is None else num_samples, _MOST_CLASSES):
@@ -250,15 +250,15 @@ def number_names(
     value: Any = None,
     place: Callable[[str, int], str] = lambda split, row: f"{split} sample {row:,}",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts of `DataInfo` about classes (`known`, or those of training), and each split's class numbers.
+    """Return the `DataInfo` fields of classes (`known`, or those of training), and class numbers by split.
 
     Args:
-        key, value: of the config, which names the labels.
-        place: tells of a row of a split in errors.
+        key, value: of the config, for errors about the labels.
+        place: describes a row of a split in errors.
 
     Raises:
-        DataError: D003 if there is one class only, D004 for a label that is no class, or if most labels of
-            training differ, as captions do.
+        DataError: D003 if there is only one class, D004 for a label that is not a class, or if most training
+            labels differ, as captions do.
     """
     names, size = tuple(known or sorted(set(labels["train"]))), len(labels["train"])
     if not known:
@@ -284,7 +284,7 @@ def number_names(
 
 
 def as_floats(labels: Sequence[str]) -> Tensor | None:
-    """Labels as float32; None unless all are numbers."""
+    """Return labels as float32; None unless all are numbers."""
     try:
         return torch.tensor([float(label) for label in labels], dtype=torch.float32)
     except ValueError:
@@ -294,10 +294,10 @@ def as_floats(labels: Sequence[str]) -> Tensor | None:
 def describe_text_labels(
     labels: Mapping[str, Sequence[str]], known: DataInfo | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts of `DataInfo` that labels given as text show, and each split's targets.
+    """Return the `DataInfo` fields implied by text labels, and each split's targets.
 
-    Numbers are predicted as such if some have a fraction, or if a model that learned such (`known`) reads
-    them; all else names classes.
+    Numbers are regression targets if some have a fraction, or if the model was trained on such targets
+    (`known`); all other labels are class names.
     """
     values: dict[str, Tensor] = {}
     for split, own in labels.items():
@@ -312,7 +312,7 @@ def describe_text_labels(
 
 
 def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str:
-    """How class names differ from the known ones; empty for another order. `who` tells of unknown ones."""
+    """Describe how class names differ from the known ones; `who` describes unknown ones. Order is ignored."""
     unknown, missing = sorted({*names} - {*known}), sorted({*known} - {*names})
     parts = [f"has {', '.join(unknown[:3])}, {who}"] if unknown else []
     parts += [f"lacks {', '.join(missing[:3])}"] if missing else []
@@ -320,5 +320,5 @@ def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str
 
 
 def shape_of(labels: Tensor) -> str:
-    """The shape of one label, in words."""
+    """Return the shape of one label, in words."""
     return f"shape {'x'.join(map(str, labels.shape[1:]))}"

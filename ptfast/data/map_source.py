@@ -1,4 +1,4 @@
-"""Samples that are fetched by index, and what all sources of samples have in common."""
+"""Sources of samples that are fetched by index, and the base class of all sources."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _CHUNK = 1024
-"""Samples that are fetched at a time when all are read."""
+"""Number of samples to fetch at a time when all are read."""
 
 
 class Padding(NamedTuple):
-    """How the sequences of a batch are padded to one length: as the config's `batching` says."""
+    """How the sequences of a batch are padded to one length, by the config's `batching`."""
 
     fixed: bool = False
-    """Always pad to the longest that the data allows."""
+    """Always pad to the maximum length of the data."""
     multiple: int = 1
 
     def width(self, longest: int, limit: int) -> int:
-        """Tokens of a batch whose longest sequence has `longest`, at most `limit`."""
+        """Return the padded length of a batch, at most `limit`; its longest sequence has `longest` tokens."""
         return limit if self.fixed else min(-(-longest // self.multiple) * self.multiple, limit)
 
 
@@ -44,16 +44,16 @@ class BaseSource:
     """Samples, fetched by index or read in a stream."""
 
     images = False
-    """Raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
+    """Whether raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
     storage: Literal["files", "pack", "memory"] = "files"
-    """Where fetching gets samples: from files or the user's code, a memory-mapped pack, or memory."""
+    """Where samples are read: from files or the user's code, a memory-mapped pack, or memory."""
     repeatable = False
-    """A sample is the same each time and draws from no generator: it may be kept in memory, or fetched by a
-    thread during the training."""
+    """Whether a sample is the same each time and uses no random generator, so that it may be kept in memory
+    or fetched in a thread during training."""
     ignores_labels = False
-    """Some labels may be ignored ones, whatever `targets` show."""
+    """Whether some labels may be ignored, even if `targets` contains no such label."""
     lengths: NDArray[np.int64] | None = None
-    """Tokens of each sample; None unless samples are sequences of unequal length."""
+    """Number of tokens of each sample; None unless samples are sequences of different lengths."""
     label_check = LabelCheck()
     padding = Padding()
 
@@ -68,28 +68,28 @@ class BaseSource:
         return self.decoded_bytes
 
     def contents(self) -> list[Any] | None:
-        """Fingerprint of these samples, by `data_fingerprint`; None where there is none."""
+        """Return the fingerprint of these samples, by `data_fingerprint`; None if they have none."""
         return None
 
     def order(self, seed: int, epoch: int) -> Indices | None:
-        """The order of the samples in an epoch; None where any order will do."""
+        """Return the order of the samples in an epoch; None if any order is fine."""
         return None
 
     def in_order(self) -> Self:
-        """The same samples as they are evaluated: each at one place, whatever the epoch."""
+        """Return the same samples for evaluation, in an order that does not depend on the epoch."""
         return self
 
 
 class MapSource(BaseSource):
-    """Samples by index. Subclasses give `fetch` and `columns`."""
+    """Samples that are fetched by index. Subclasses define `fetch` and `columns`."""
 
     columns: tuple[str, ...]
-    """Names of the attributes with an entry for each sample: arrays, tensors and lists; all but the first may
-    be None."""
+    """Names of the attributes with one entry per sample: arrays, tensors or lists; all but the first may be
+    None."""
     joins = False
-    """Sources with these columns become one by `joined`."""
+    """Whether `joined` can concatenate sources that have the same columns."""
     crops_originals = True
-    """Random crops are taken from each original image; else from images that were fetched."""
+    """Whether random crops are taken from the original images; otherwise from fetched images."""
 
     @property
     def parts(self) -> Sequence[MapSource]:
@@ -100,10 +100,10 @@ class MapSource(BaseSource):
         return len(getattr(self, self.columns[0]))
 
     def to_memory(self, arrays: SharedArrays | None = None) -> TensorSource:
-        """Every sample, decoded once and kept in memory; `arrays` may share images between ranks.
+        """Decode every sample into memory; `arrays` may share images between ranks.
 
         Raises:
-            DataError: D008 if they differ in shape.
+            DataError: D008 if samples differ in shape.
         """
         size = len(self)
         parts = [np.arange(i, min(i + _CHUNK, size)) for i in range(0, size, _CHUNK)]
@@ -111,7 +111,7 @@ class MapSource(BaseSource):
             if not self.images:
                 inputs, targets = (torch.cat(column) for column in zip(*map(self.fetch, parts), strict=True))
                 return TensorSource(inputs, targets)
-            # Targets lie before pixels, so that both are aligned.
+            # Targets are stored before pixels, so that both are aligned.
             first = self.fetch(parts[0][:1])[::-1]
             ends = np.cumsum([column.nbytes * size for column in first])
 
@@ -134,7 +134,7 @@ class MapSource(BaseSource):
         return TensorSource(inputs, targets, images=True)
 
     def take(self, indices: Indices) -> Self:
-        """Samples `indices` as a source of their own, of the same kind."""
+        """Return a source of the same class with only the samples `indices`."""
         taken = copy(self)
         for name in self.columns:
             column = getattr(self, name)
@@ -148,7 +148,7 @@ class MapSource(BaseSource):
         return taken
 
     def joined(self, others: list[Self]) -> Self:
-        """These samples and those of other sources of this class, one after the other."""
+        """Return these samples followed by those of other sources of this class."""
         joined, sources = copy(self), (self, *others)
         for name in self.columns:
             parts = [getattr(source, name) for source in sources]
@@ -157,12 +157,12 @@ class MapSource(BaseSource):
         return joined
 
     def spread(self, most: int) -> Indices:
-        """Up to `most` samples, evenly spread over all, because data is often sorted."""
+        """Return up to `most` evenly spread indices, because data is often sorted."""
         size = len(self)
         return np.unique(np.linspace(0, size - 1, min(size, most)).astype(np.int64))
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
-        """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
+        """Return the raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
         raise NotImplementedError
 
     def labels(self, indices: Indices) -> Tensor:
@@ -170,20 +170,20 @@ class MapSource(BaseSource):
         return targets.index_select(0, as_tensor(indices))
 
     def known_labels(self) -> Tensor | None:
-        """The target of every sample; None if they would have to be read first."""
+        """Return the target of every sample; None if targets would have to be read first."""
         targets = getattr(self, "targets", None)
         return targets if isinstance(targets, Tensor) else None
 
     def original(self, index: int) -> Pixels:
-        """Image `index` as it is stored, (height, width, channels) of its own."""
+        """Return image `index` as it is stored: (height, width, channels), of any size."""
         raise NotImplementedError
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
-        """Original heights and widths of images `indices`, before they were stored here."""
+        """Return the original heights and widths of images `indices`, before they were stored here."""
         raise NotImplementedError
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        """A box of each of the images `indices`, scaled to one size: uint8 (batch, size, size, channels)."""
+        """Crop a box from each of the images `indices` and resize it: uint8 (batch, size, size, channels)."""
         pieces = in_threads(
             len(indices),
             lambda i: resized_crop(self.original(indices[i]), boxes[i], bool(mirrored[i]), size),
@@ -191,7 +191,7 @@ class MapSource(BaseSource):
         return torch.stack(pieces)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
-        """Count, sums and sums of squares of pixels, per channel; None if they were never summed up."""
+        """Return count, sums and sums of squares of pixels, per channel; None if not precomputed."""
         return None
 
 
@@ -232,7 +232,7 @@ class TensorSource(MapSource):
 
 
 class JoinedSource(MapSource):
-    """Samples of several sources, one after the other, each fetched by its own; all are of one shape."""
+    """The concatenated samples of several sources; each source fetches its own. All have one shape."""
 
     columns = ("_parts", "_numbers")
     crops_originals = False
@@ -276,5 +276,5 @@ class JoinedSource(MapSource):
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """`array` as a tensor on the same memory; copied if it is read-only, which torch cannot express."""
+    """Return `array` as a tensor on the same memory; copied if read-only, which torch does not support."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())

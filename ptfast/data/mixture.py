@@ -1,4 +1,4 @@
-"""Several datasets as one, of which each is drawn as often as its weight says."""
+"""Mixes several datasets, drawing from each in proportion to its weight."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ptfast.data.sources.custom_dataset import adapt
 class Mixture(ReadsAsKnown):
     """Datasets of one kind: images, tables of the same columns, texts, or a user's of one shape.
 
-    An epoch draws as many samples as all parts have, of each its share of the weights.
+    An epoch has as many samples as all parts together, drawn from each part in proportion to its weight.
 
     Args:
-        parts: datasets by name, each with its `weight`. The first names the classes, prepares the columns of
-            a table and gives the tokenizer; another may lack classes, which are matched by name.
+        parts: datasets by name, each with its `weight`. The first one defines the classes, the preparation of
+            table columns and the tokenizer; others may lack classes, which are matched by name.
         weights: weights of the parts, by name.
     """
 
@@ -59,7 +59,7 @@ class Mixture(ReadsAsKnown):
         return Splits.of(info, sources, "; ".join(notes), contents=lambda: contents)
 
     def _read(self, part: Any, known: DataInfo | None, val: Duration, seed: int) -> Splits:
-        """The splits of a part, read as `known` data is."""
+        """Return the splits of a part, read like the `known` data."""
         if isinstance(part, ReadsAsKnown):
             part.task, part.known = self.task, known
             part.max_length = (known and known.context_length) or part.max_length
@@ -73,7 +73,7 @@ class Mixture(ReadsAsKnown):
         return splits
 
     def order(self, kept: Indices | None) -> partial[Indices]:
-        """The order of an epoch, by seed and epoch, of the training samples `kept`; None for all."""
+        """Return the order, a function of (seed, epoch), of the training samples `kept`; None for all."""
         part_of = self._part_of if kept is None else self._part_of[kept]
         ends = np.rint(np.cumsum([*self.shares.values()]) * len(part_of))
         counts = np.diff(ends.astype(np.int64), prepend=0).tolist()
@@ -86,7 +86,7 @@ class Mixture(ReadsAsKnown):
 
 
 def _joined(sources: Sequence[Any]) -> MapSource:
-    """The samples of several sources; D008 for a stream."""
+    """Join the samples of several sources; raise D008 for a stream."""
     first, *others = sources
     if stream := next((each for each in sources if not isinstance(each, MapSource)), None):
         what, hint = f"a part is read as a stream, {type(stream).__name__}", "Mix data that has a length"
@@ -104,9 +104,9 @@ def _joined(sources: Sequence[Any]) -> MapSource:
 
 
 def mixed_order(places: Sequence[Indices], counts: Sequence[int], seed: int, epoch: int) -> Indices:
-    """So many samples of each part, which lie at `places`, in a random order; a function of (seed, epoch).
+    """Draw `counts` samples of the parts at `places`, in a random order; a function of (seed, epoch).
 
-    A part is gone through in passes, every sample once in each, which go on from epoch to epoch.
+    Each part is read in passes that contain every sample once and continue from epoch to epoch.
     """
     drawn: list[Indices] = []
     for part, (own, count) in enumerate(zip(places, counts, strict=True)):

@@ -1,4 +1,4 @@
-"""Reading new inputs for prediction the way the training data was read."""
+"""Reads new inputs for prediction in the same way as the training data."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ptfast.data.tables.columns import read_columns
 from ptfast.data.tables.preparation import Preparation
 
 Named = tuple[str, Tensor]
-"""A name by which the user finds the input, and the input without batch dimension."""
+"""A name that tells the user which input it is, and the input without batch dimension."""
 
 
 class Text(str):
-    """A text to predict for, where any other string is a path."""
+    """A text to predict for; any other string is a path."""
 
 
 def read_inputs(
@@ -44,22 +44,22 @@ def read_inputs(
     skip: Callable[[DataError], None] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[list[str], Tensor]]:
-    """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input a line.
+    """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input per line.
 
     Args:
-        info: of the run's data; its `extra` contains shapes, statistics and vocabulary.
-        given: paths; or a `Text`, a PIL image, an array or tensor of one or several inputs, by itself; or,
-            for a model of tables, a mapping for each row.
-        skip: called with the error of an image that cannot be read, which is left out; None to raise it.
-        note: called with a remark on what is passed over in folders.
+        info: facts of the run's data; `extra` contains shapes, statistics and vocabulary.
+        given: paths, `Text`s, PIL images, or arrays or tensors of one or several inputs; for a model of
+            tables also one mapping per row.
+        skip: called with the error of an unreadable image, which is left out; None to raise the error.
+        note: called with a remark on files that are skipped in folders.
 
     Yields:
         Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width)
-        float32 of images, (batch, features) float32, or (batch, tokens) int64, padded. Running text is not
-        padded: one input at a time.
+        float32 for images, (batch, features) float32, or (batch, tokens) int64, padded. Running text is
+        yielded one input at a time, without padding.
 
     Raises:
-        DataError: D001 for a path that is not there, D005 for a file that cannot be read or does not fit.
+        DataError: D001 for a path that does not exist, D005 for a file that is unreadable or does not fit.
     """
     kind, extra = info.kind, info.extra
     if "table" in extra:
@@ -92,13 +92,13 @@ def read_inputs(
 
 
 def _sample_shape(info: DataInfo, channels_last: bool) -> list[int] | None:
-    """The shape of one input as it is given; None if the data does not say it."""
+    """Return the shape of one input as it is given; None if the data does not state it."""
     shape = list(info.extra.get("input_shape") or info.input_shape or ())
     return ([*shape[1:], shape[0]] if len(shape) == 3 and channels_last else shape) or None
 
 
 def _each_array(info: DataInfo, arrays: Sequence[Any]) -> Iterator[Named]:
-    """The inputs in arrays or tensors, each of which contains several or a single one."""
+    """Yield the inputs in arrays or tensors, each of which contains one or several."""
     number = 0
     for array in arrays:
         inputs = torch.as_tensor(array).detach().cpu()
@@ -154,7 +154,7 @@ def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
 
 
 def _each_table_row(facts: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:
-    """The rows of files, or the rows that mappings are, from column names to values."""
+    """Yield table rows, from files or from mappings of column names to values."""
     prepare = Preparation.from_facts(facts["columns"])
     if given and all(isinstance(each, Mapping) for each in given):
         names = dict.fromkeys(name for row in given for name in row)
@@ -180,7 +180,7 @@ def _each_line(extra: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:
 
 
 def _paths(given: Sequence[Any], hint: str = "Give the path of a file") -> Iterator[Path]:
-    """The files that paths name; D005 for anything else."""
+    """Yield the given files; raise D005 for anything but a path."""
     for path in _files(given):
         if not isinstance(path, Path):
             what = f"{described(path)} cannot be read here, where files are"
@@ -189,7 +189,7 @@ def _paths(given: Sequence[Any], hint: str = "Give the path of a file") -> Itera
 
 
 def _files(given: Sequence[Any], note: Callable[[str], None] = lambda text: None) -> Iterator[Any]:
-    """The files that paths name, those in folders too; what is no path comes as it is."""
+    """Yield the files of paths and folders; other objects are yielded unchanged."""
     for text in given:
         if isinstance(text, Text) or not isinstance(text, (str, Path)):
             yield text
