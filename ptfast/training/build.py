@@ -1,4 +1,4 @@
-"""From a config to a `Run`: every part built once, in the one order that is right."""
+"""Build a `Run` from a config: every part once, in the only correct order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ptfast.training.stages.training_plan import build_plan, check_last_batch
 from ptfast.training.user_code import constructing
 
 CURVE_POINTS = 100
-"""Log lines of a run, where `log_every` is `auto`."""
+"""Number of log lines of a run if `log_every` is `auto`."""
 
 
 def build(
@@ -56,13 +56,13 @@ def build(
 ) -> Run:
     """Build a run on this rank, stage by stage.
 
-    An optimizer built before the model has its final place and form would have parameters that are never
-    trained. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
+    An optimizer built before the model is on its device and in its final form would contain parameters that
+    never train. The first rank writes the values chosen for `auto` to `resolved.json`, for resumed runs.
 
     Args:
         checkpoint_folder: the checkpoint to resume; None starts afresh.
-        check_state: hash its files; False if this machine has done so for this load.
-        data: the splits, if they have been loaded already and it is known who loads them.
+        check_state: whether to hash the checkpoint's files; False if this machine has already done so.
+        data: the splits, if they are already loaded and their loader is chosen.
     """
     state = read_checkpoint(checkpoint_folder, check=check_state) if checkpoint_folder is not None else None
     device = resolve_device(config.device, ranks)
@@ -93,7 +93,7 @@ def build(
     add_average(run)
     check_own_steps(run)
     run.checkpointer.begin(state)
-    # The run's average and its wrapping refer to the run, which would keep what was loaded.
+    # The average and the wrapper refer to the run, which would keep the loaded data in memory.
     run.state = run.data = None
     run.counter = StepCounter(run)
     if ranks.is_first:
@@ -102,7 +102,7 @@ def build(
 
 
 def _former_choices(run: PartialRun, checkpoint_folder: Path | None) -> AutoChoices:
-    """Read what `auto` became in a run that is resumed, perhaps in another folder than it began in."""
+    """Read the values chosen for `auto` by the run to resume, which may have begun in another folder."""
     begun_in = run.folder
     if checkpoint_folder is not None and not (begun_in / run_directory.RESOLVED).exists():
         begun_in = checkpoint_folder.parent.parent
@@ -111,7 +111,7 @@ def _former_choices(run: PartialRun, checkpoint_folder: Path | None) -> AutoChoi
 
 
 def add_callbacks(run: PartialRun) -> None:
-    """Build the callbacks, the seeding of a step, and advice for a model that does not fit."""
+    """Build the callbacks, the function that seeds a step, and the advice for a model that does not fit."""
     config, callbacks = run.config, list[Any]()
     for index, target in enumerate(config.callbacks):
         with constructing(f"callbacks.{index}", target.path):
@@ -122,7 +122,7 @@ def add_callbacks(run: PartialRun) -> None:
 
 
 def plan_run(run: PartialRun) -> RunPlan:
-    """Plan when the loop logs, evaluates and saves, and its metric; C005 for one that nothing computes."""
+    """Plan when the loop logs, evaluates and saves, and its metric; C005 if nothing computes the metric."""
     config, plan, stop, task = run.config, run.training_plan, run.config.stop, run.task
     counts_epochs = plan.batches.size is not None and hooks(run.callbacks, "on_epoch")
     by_time = config.saving.every.unit == "seconds"
@@ -139,7 +139,7 @@ def plan_run(run: PartialRun) -> RunPlan:
     if split not in run.splits.evals:
         split, metric = default, best_metric
     names = getattr(task.metrics(), "keys", None)
-    # As far as that is known before an evaluation; callbacks may add metrics to it.
+    # Checked only if all metrics are known before an evaluation: callbacks may add some.
     if names is not None and metric != "loss" and not hooks(run.callbacks, "on_evaluation"):
         known = {"loss": 0.0} if split == "train" else task.log_values(0.0, dict.fromkeys(names(), 0.0))
         if metric not in known:
@@ -167,7 +167,7 @@ def plan_run(run: PartialRun) -> RunPlan:
 
 
 def check_own_steps(run: PartialRun) -> None:
-    """Reject optimizers with a name that no task steps, and keys that a task with own steps would ignore."""
+    """Reject named optimizers without a task that steps them, and keys that a task's own steps ignore."""
     groups, task = run.optimizer.param_groups, name_of(run.task)
     named = [group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group]
     if not takes_own_steps(run.task):

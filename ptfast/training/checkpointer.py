@@ -32,7 +32,7 @@ from ptfast.run import Run
 from ptfast.training.user_code import UserPart
 
 OPTIONAL = ("scaler", "stream")
-"""Parts that a checkpoint may lack: under another precision, or with other data."""
+"""Parts that a checkpoint may lack, if it was saved with another precision or other data."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Saved:
 
 
 def stateful_parts(run: Run) -> dict[str, Stateful]:
-    """The stateful parts of a run in its checkpoints, besides weights and progress, in order of restoring."""
+    """Return the parts in a run's checkpoints besides weights and progress, in the order of restoring."""
 
     def optimizer_state() -> dict[str, Any]:
         # Each rank has a shard of the weights, or all of them.
@@ -73,7 +73,7 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
     on_gradients: Any = run.clip or ()
     for step in (each for each in on_gradients if hasattr(each, "state_dict")):
         name = type(step).__name__
-        # The second of a class is `Name#2`.
+        # The second instance of a class is named `Name#2`.
         alike = sum(key.partition("#")[0] == name for key in parts)
         parts[f"{name}#{alike + 1}" if alike else name] = step
     return {name: part for name, part in parts.items() if part is not None}
@@ -105,9 +105,9 @@ class Checkpointer:
     """Saves and restores a run: whole or in shards, at once or in the background."""
 
     writer: CheckpointWriter
-    """Writes the files, in the background if it may; there is one once the run is built."""
+    """Writes the files, in the background if allowed; set once the run is built."""
     left_out: Sequence[str] = ()
-    """Names of frozen weights that checkpoints omit: those of `model.weights`."""
+    """Names of the frozen weights from `model.weights`, which checkpoints omit."""
 
     def __init__(self, run: Run) -> None:
         self.run, self._saved = run, run.folder / "saved"
@@ -170,7 +170,7 @@ class Checkpointer:
 
     def restore_model(self, state: CheckpointContent) -> None:
         """Load the weights: all of them, or this rank's shard if they are sharded."""
-        # The module versions that torch keeps next to the names must stay.
+        # `copy` keeps the module versions, which torch stores in an attribute.
         model, weights = self.run.model, copy.copy(state.model)
         own = model.state_dict()
         try:
@@ -212,7 +212,7 @@ class Checkpointer:
         run.progress.best_states = broadcast_object(run.progress.best_states, run.ranks)
 
     def _facts(self, best_only: bool) -> dict[str, Any]:
-        """What `state.json` says: progress, metrics, the data, and the automatic choices."""
+        """Return the content of `state.json`: progress, metrics, the data, and the automatic choices."""
         run = self.run
         return {
             "progress": asdict(run.progress),

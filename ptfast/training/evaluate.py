@@ -75,7 +75,7 @@ class TtaModel(nn.Module):
 
 
 def with_tta(run: Run, model: nn.Module | None = None) -> nn.Module:
-    """Return the run's model, or another, with test-time augmentation if the run is evaluated so."""
+    """Return the run's model, or `model`, with test-time augmentation if the run evaluates with it."""
     model, (flip, shift) = model or run.model, (run.evaluation.flip, run.evaluation.shift)
     return TtaModel(model, flip=flip, shift=shift) if flip or shift else model
 
@@ -83,7 +83,7 @@ def with_tta(run: Run, model: nn.Module | None = None) -> nn.Module:
 def check_tta(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
     """Reject test-time augmentation without images, or without outputs to average.
 
-    `targets=keep` says that targets stay valid.
+    `targets=keep` states that augmentation keeps targets valid.
     """
     what = None
     if not (flip or shift):
@@ -160,14 +160,14 @@ def _evaluate_weights(
     if run.ranks.distributed and sums.read()[2]:
         raise Abandoned
     with warnings.catch_warnings():
-        # A rank with an empty share has updated nothing, and receives the sums of the others.
+        # A rank without samples has updated nothing, and receives the sums of the others.
         warnings.filterwarnings("ignore", "The ``compute`` method of metric")
         results = with_tables(metrics)
     keep({name: value for name, value in results.items() if isinstance(value, MetricTable)})
     values = {name: value for name, value in results.items() if not isinstance(value, MetricTable)}
     on_device = {n: v.reshape(()) for n, v in values.items() if isinstance(v, Tensor) and v.is_cuda}
     if on_device:
-        # All values arrive together, after one wait.
+        # Copy all values together: the host waits once.
         copy = AsyncHostCopy(scalars(on_device.values(), device, loss_sum.dtype))
         values |= zip(on_device, copy.read(), strict=True)
     total_loss, total_items, _ = sums.read()
@@ -177,7 +177,7 @@ def _evaluate_weights(
 
 
 def _sum_losses(run: Run, batches: Iterator[Any], metrics: Any) -> tuple[Tensor, Any, bool]:
-    """Update `metrics` by all batches; return the sum of the losses, their count, and if a signal came."""
+    """Update `metrics` with all batches; return the loss sum, the item count, and if a signal came."""
     task, device, predictor = run.task, run.device, with_tta(run)
     loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
     num_items: Any = 0

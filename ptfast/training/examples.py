@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHARE, MOST_S = 0.02, 30.0
-"""Share of the run's time so far, and seconds, that predictions may take beyond a first batch."""
+"""Maximum time for predictions after the first batch: a share of the run's time so far, and seconds."""
 MOST_SAMPLES, MOST_MISTAKES = 12, 8
 PIXELS = 64
 """Maximum length of a picture's longer side."""
@@ -34,12 +34,12 @@ PIXELS = 64
 def examples(run: Run) -> dict[str, Any]:
     """Return predictions for `val` or else `test`, as plain values for JSON; empty if there are none to show.
 
-    Shows only single labels, numbers and masks of this rank's share of the split, while `SHARE` allows.
+    Shows only single labels, numbers and masks, from this rank's share of the split, while time allows.
 
     Returns:
         `split`, `num_samples`, `classes` (rows of name, samples, hits, and the classes they were mistaken
         for, the most frequent first) and `samples` (`target`, `prediction`, `probability`, and `image` or
-        `text`; for masks `pixels`, the share of pixels that are right).
+        `text`; for masks `pixels`, the share of correct pixels).
     """
     split = next((name for name in ("val", "test") if name in run.eval_loaders), None)
     if split is None or run.sharded:

@@ -191,7 +191,7 @@ def _save(run: Run, *, finalize_averages: bool, ends: bool, best_only: bool = Fa
     run.flush()
     booked = run.clock.seconds
     run.clock.to("saving")
-    # A run that is killed after this checkpoint has logged all that came before it.
+    # If the run is killed after this checkpoint, its log must already contain all earlier lines.
     run.logger.flush()
     before_s, step = booked["saving"], run.progress.step
     if run.ema is not None and finalize_averages:
@@ -219,7 +219,7 @@ def try_out(run: Run) -> None:
 
 
 def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
-    """Evaluate splits, call the callbacks, and log; if a signal cuts one short, none are logged."""
+    """Evaluate splits, call the callbacks, and log; nothing is logged if a signal interrupts a split."""
     step, clock = run.progress.step, run.clock
     found: dict[str, tuple[dict[str, float], dict[str, MetricTable]]] = {}
     for split in splits:
@@ -228,7 +228,7 @@ def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
         found[split] = evaluate(run, run.eval_loaders[split], keep=tables.update), tables
     run.flush()  # the device has finished the training before it
     for split, (metrics, tables) in found.items():
-        # Metrics may differ between ranks in their last bits, but ranks must not disagree.
+        # Metrics may differ between ranks in their last bits: all use those of the first.
         metrics = broadcast_object(metrics, run.ranks)
         if hooks(run.callbacks, "on_evaluation"):
             run.call_back("on_evaluation", step, split, metrics)
@@ -244,9 +244,9 @@ def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
 
 
 def _evaluate_and_rank(run: Run) -> bool:
-    """Evaluate held-out data, or use the training loss without it; True if the checkpoint is kept.
+    """Evaluate held-out data, or without it use the training loss; return True if the checkpoint is kept.
 
-    If the evaluation fails, the training before it is saved first.
+    If the evaluation fails, a checkpoint is saved before the error is raised.
     """
     progress, splits = run.progress, [split for split in run.eval_loaders if split != "test"]
     try:
@@ -267,7 +267,7 @@ def _evaluate_and_rank(run: Run) -> bool:
 
 
 def _rank(run: Run, metrics: dict[str, float]) -> bool:
-    """Compare an evaluation with the best so far; True if its checkpoint is among those to keep."""
+    """Compare an evaluation with the best so far; return True if its checkpoint is to be kept."""
     progress, metric = run.progress, run.plan.best_metric
     if metric not in metrics:
         hint = f"There are: {', '.join(metrics)}"
@@ -292,7 +292,7 @@ def _rank(run: Run, metrics: dict[str, float]) -> bool:
     if math.isnan(value):
         return False
     others = [(found, step) for found, step in progress.best_states if step != progress.step]
-    # Among equal ones the first wins.
+    # The sort is stable: among equal values, the earliest step ranks first.
     sign = -1 if run.plan.best_mode == "max" else 1
     ranked = sorted([*others, (value, progress.step)], key=lambda each: sign * each[0])
     progress.best_states = ranked[: int(run.plan.saving.best)]

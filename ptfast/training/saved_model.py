@@ -45,9 +45,9 @@ from ptfast.training.user_code import naming_user_code
 
 @contextlib.contextmanager
 def saved_run(path: Path, words: Sequence[str] = (), *, checkpoint: str = "best") -> Iterator[PartialRun]:
-    """Open a checkpoint of the run in `path`, or an export, with `words` over its config, as `load_saved`.
+    """Open a checkpoint of the run in `path`, or an export, with `words` as overrides of its config.
 
-    At the end standard error names the checkpoint. Errors inside name the place where their key was given.
+    At the end, standard error names the checkpoint. Errors inside name the place where their key was set.
     """
     folder = find_checkpoint(path, checkpoint)
     composed, config = load_config(config_of(folder), words, trains=False)
@@ -62,7 +62,7 @@ def load_saved(config: Config, checkpoint_folder: Path, student: PartialRun | No
     """Build the model of a checkpoint, and the average of its weights if it has one. Needs no data.
 
     The model is on its device, in evaluation mode, with its own weights; `ema` can swap the average in. S001
-    if the checkpoint is damaged, S002 if it is of another model. It computes like `student`, if given.
+    if the checkpoint is damaged, S002 if it is of another model. `student` sets the device and precision.
     """
     state = read_checkpoint(checkpoint_folder)
     folder = config_of(checkpoint_folder).parent
@@ -99,7 +99,7 @@ def load_saved(config: Config, checkpoint_folder: Path, student: PartialRun | No
 def add_teacher(run: PartialRun) -> None:
     """Let the task also learn from the run `task.teacher` (distillation).
 
-    S003 or S004 if it has changed or is gone, D003 to D005 if it does not fit.
+    S003 or S004 if that run has changed or is missing, D003 to D005 if it does not fit.
     """
     task: Any = run.task
     if not isinstance(task, CrossEntropyTask) or task.teacher is None:
@@ -214,14 +214,14 @@ def predictions(
     """Yield the name of each input and the model's prediction; the arguments are those of `read_inputs`."""
     model = with_tta(saved)
     for names, batch in prepared(saved, inputs, **reading):
-        # Not while the caller has the records: these settings apply to the whole thread.
+        # These settings apply to the whole thread, so they end before the caller gets the records.
         with torch.inference_mode(), saved.precision.autocast, naming_user_code(saved):
             records = saved.task.predict(model, batch)
         yield from zip(names, records, strict=True)
 
 
 def prepared(saved: PartialRun, inputs: Sequence[Any], **reading: Any) -> Iterator[tuple[list[str], Tensor]]:
-    """Return new inputs as batches for a trained model, on its device, with their names; as `read_inputs`."""
+    """Return batches of new inputs for a trained model, on its device, with names; see `read_inputs`."""
     return read_inputs(
         saved.info,
         inputs,

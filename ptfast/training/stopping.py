@@ -54,7 +54,7 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
     """Yield the same batches; a signal during the wait for one raises `Stopped`.
 
     That batch has not been used yet, so the run can be saved as it is. If several ranks use a batch
-    `together`, they end the wait only if all of them are in it, at the same batch. 0.4 us per batch.
+    `together`, they end the wait only if all of them wait for the same batch. Cost: 0.4 us per batch.
     """
     several, asked = together and run.ranks.distributed, run.stop_signal
     waits = "together" if several else "alone"
@@ -94,13 +94,13 @@ class Signals:
         self.run: Run | None = None
         self.received: int | None = None
         self.closing = False
-        """Whether only the outcome of the run is left to write."""
+        """Whether only the outcome of the run remains to be written."""
         self._display, self._several, self._pid = display, ranks.distributed, os.getpid()
         self._first_s, self._leaves, self._aborted, self.place = 0.0, False, False, ""
         self._heard_s = self._moved_s = 0.0
         self._last_place: Any = None
         self._swallowed: tuple[Any, int] = (None, 0)
-        """Places where exceptions to end the run were raised, and how many in a row."""
+        """The place where the last exceptions to end the run were raised, and how many in a row."""
 
     @property
     def exit_code(self) -> int:
@@ -125,7 +125,7 @@ class Signals:
         again = again and (run is None or run.clock.cause != "saving")
         if again and not self._leaves:
             self._leaves = True
-            # Even code that swallows every exception, or a connection that hangs, must not keep it alive.
+            # Code that swallows every exception, or a connection that hangs, must not keep the process alive.
             self._call_later(LAST_S, lambda: os._exit(self.exit_code))
         if number == signal.SIGINT and (run is None or not first):
             raise KeyboardInterrupt
@@ -143,7 +143,7 @@ class Signals:
             raise self._unsaved("again ")
 
     def watch(self, heard: socket.socket) -> None:
-        """Abort the process group, then exit, if Python handles no signal of which `heard` has a byte."""
+        """Abort the process group, then exit, if Python does not handle a signal that `heard` receives."""
         came_s: float | None = None
         with heard:
             while True:
@@ -216,7 +216,7 @@ class Signals:
         return time.monotonic() - self._heard_s
 
     def patience_s(self, seconds: float) -> float:
-        """Return that many seconds, or twice a step's usual time if that is longer."""
+        """Return `seconds`, or twice the usual time of a step if that is longer."""
         progress = self.run.progress if self.run is not None else None
         return max(seconds, 2 * progress.timed_s / max(progress.timed_steps, 1)) if progress else seconds
 
@@ -231,7 +231,7 @@ class Signals:
 
 
 def someone_saves(folder: Path) -> bool:
-    """Return whether files of an unfinished checkpoint changed recently: others may wait for that rank."""
+    """Return whether files of an unfinished checkpoint changed recently: ranks may wait for their writer."""
     newest_s = 0.0
     for file in (folder / "saved").glob(".step-*/*"):
         with contextlib.suppress(OSError):

@@ -90,7 +90,7 @@ def failure(
         if part.key == OPTIMIZER and "sparse" in str(error):
             return no_sparse(f"{type(part.made).__name__} does")
         if comes_from(part.made, "torch.optim"):
-            # Kernels fail late; and ptfast calls everything that is not a step.
+            # Kernel errors arrive late, and methods other than `step` are called by ptfast.
             if isinstance(error, torch.AcceleratorError) or method not in ("step ", "wrapper "):
                 return None
             method = "step "
@@ -139,7 +139,7 @@ def naming_user_code(run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constructing(key: str, path: str, doing: str = "its constructor") -> Iterator[None]:
-    """Report errors of a user's constructor `path` inside as C017 of `key`; ptfast's own errors pass."""
+    """Report errors of the user's constructor `path` as C017 of `key`; ptfast's own errors pass."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -100,20 +100,20 @@ def export_run(
 ) -> dict[str, float]:
     """Write a trained model into `out`, for use without ptfast, and into `hub`, in the hub libraries' layout.
 
-    Each form is read back and compared with the model on held-out samples before its folder gets its name.
-    Returns the largest difference of logits, in the unit of `LIMIT`, by file.
+    Each form is read back and compared with the model on held-out samples before its folder is named `out` or
+    `hub`. Returns the largest difference of logits, in the unit of `LIMIT`, by file.
 
     Args:
         saved: from `load_saved`, on the CPU and in float32.
-        out: a folder that does not exist yet; so is `hub`.
+        out: a folder that must not exist yet; the same is true for `hub`.
         weights: `averaged` or `last`; None for the weights that `predict` uses.
         graph: False writes only weights and facts, needs no data, and suits models that cannot be traced.
 
     Raises:
         ConfigError: C011 for a folder that exists, inputs that are not tensors, or missing averaged weights;
             C017 for a model that cannot be traced.
-        NumericsError: N003 for a form whose outputs differ from the model's: no form is written then.
-        MachineError: E001, E002 where it cannot be written, E004 without the extra `onnx`.
+        NumericsError: N003 if the outputs of a form differ from the model's; then no form is written.
+        MachineError: E001 or E002 if it cannot be written, E004 without the extra `onnx`.
     """
     _check_free({"--out": out, "--hub": hub})
     for module in ("onnxscript", "onnxruntime") if onnx else ():
@@ -172,7 +172,7 @@ def _choose_weights(saved: PartialRun, weights: str | None) -> str:
 
 
 def _write_weights(saved: PartialRun, folder: Path, facts: dict[str, Any]) -> PartialRun:
-    """Write the weights, and return a run with the model that they were read back into."""
+    """Write the weights, and return a run whose model has read them back."""
     # Shared weights are written once per layer: the format rejects memory that overlaps.
     tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
     if saved.choices.get("LoRA"):
@@ -186,7 +186,7 @@ def _write_weights(saved: PartialRun, folder: Path, facts: dict[str, Any]) -> Pa
 
 
 class _KnownOutputs:
-    """The outputs of a trained model on held-out inputs, with which each form of it is compared.
+    """The outputs of a trained model on held-out inputs, to compare each exported form with.
 
     Without a graph there are no inputs, and nothing is compared.
     """
@@ -228,7 +228,7 @@ class _KnownOutputs:
         self.differences[name] = found
 
     def facts(self) -> dict[str, Any]:
-        """Describe the graph's inputs and outputs; names stand for the sizes that are free."""
+        """Describe the graph's inputs and outputs, with names for dynamic sizes."""
         raw, logits, sizes = self.raw, self._outputs[0], self.free_sizes
         given = {
             "dtype": str(raw.dtype).removeprefix("torch."),
@@ -243,7 +243,7 @@ class _KnownOutputs:
 
 @contextlib.contextmanager
 def _naming(flag: str) -> Iterator[None]:
-    """Report what fails inside as an error of `flag`."""
+    """Report errors of other libraries inside this block as C017 of `flag`."""
     try:
         yield
     except (PtfastError, OSError):
@@ -270,7 +270,7 @@ def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
 
 
 def _trace(model: RawModel, raw: Tensor, num_free: int, path: str) -> torch.export.ExportedProgram:
-    """Trace the graph of `model`, of class `path`, for inputs with `num_free` free leading sizes."""
+    """Trace the graph of `model`, of class `path`, for inputs whose first `num_free` sizes are dynamic."""
     sizes = dict.fromkeys(range(num_free), torch.export.Dim.DYNAMIC)
     # A batch of one would be traced as a constant size.
     several = raw if len(raw) > 1 else torch.cat([raw, raw])
@@ -304,7 +304,7 @@ def _difference(given: Tensor, wanted: Tensor) -> float:
 
 @contextlib.contextmanager
 def _drafted(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which gets its name at the end, or is removed after an error."""
+    """Yield a temporary folder, which is renamed to `folder` at the end, or removed after an error."""
     draft = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
     try:
         with writing(folder):

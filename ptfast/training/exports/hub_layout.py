@@ -18,7 +18,7 @@ from ptfast.training.stages.partial_run import PartialRun
 
 
 def library_of(model: nn.Module) -> str:
-    """The library whose layout a model is written in."""
+    """Return the library in whose layout a model is written."""
     is_timm = isinstance(getattr(model, "pretrained_cfg", None), dict)
     return "transformers" if isinstance(model, HfModel) else "timm" if is_timm else "pytorch"
 
@@ -58,7 +58,7 @@ def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
     config: Any = model.pretrained_cfg
     config.update(scaled, **cut, input_size=info.input_shape, num_classes=info.num_classes)
     if not run.config.model.weights:
-        # Those describe published weights, but these are different ones.
+        # Tag and license describe the published weights, but these differ.
         config.update(tag=None, license=None)
     given = {k: v for k, v in run.config.model.target.kwargs.items() if k not in ("name", "pretrained")}
     args = {"in_chans": info.in_channels, **given}

@@ -1,4 +1,4 @@
-"""Generate the script of an export: a page of Python that predicts with torch alone."""
+"""Generate the script of an export: a short Python file that predicts without ptfast."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A separate process that ends a run when Python cannot: code keeps the GIL, or never returns.
+"""A separate process that ends a run if Python cannot, because code keeps the GIL or never returns.
 
-Run as a script, with only the standard library. Once a second its input shows that Python runs there:
-`HANDLED` if all signals so far are handled, else `BEAT` and the seconds a signal may wait. Every signal
-received there is also sent here, by its number.
+This script imports only the standard library. While Python runs, the run sends a byte every second: `HANDLED`
+if all signals so far are handled, else `BEAT` plus the seconds that a signal may wait. The number of each
+signal that the run receives is also sent.
 """
 
 import contextlib

@@ -31,14 +31,14 @@ SLOW_CAUSES = "start_up", "warm_up"
 
 
 class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
-    """Watches a rank from a thread: whether batches and steps come, or its work changes.
+    """A thread that checks whether a rank makes progress: new steps or batches, or another kind of work.
 
-    After too long a pause the stacks of all threads and workers go to `hang-rankN.txt` in the run directory,
-    with NCCL's own records, and a line names the file. With a `timeout_s` the rank then raises P001 wherever
-    its main thread is, or exits if that has no effect. Loading the data and compiling have at least a minute
-    with a `timeout_s`, and no limit without.
+    After too long a pause, it writes the stacks of all threads and workers to `hang-rankN.txt` in the run
+    directory, with NCCL's own records beside it, and a warning names the file. With `timeout_s`, the rank
+    then raises P001 wherever its main thread is, or exits if that has no effect. Loading the data and
+    compiling may take at least a minute with `timeout_s`, and any time without it.
 
-    Code that keeps the GIL, or keeps a signal from being handled, is ended by a separate process.
+    A separate process ends code that keeps the GIL or blocks the handling of a signal.
 
     Cost: a thread that checks once a second; a process of 9 MB that starts in 15 ms in the background.
     """
@@ -138,7 +138,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
                 self._end(what)
 
     def _is_asked(self, cause: str | None) -> bool:
-        """Return whether a signal has asked the run to end, and it should do so soon."""
+        """Return whether a signal has asked the run to end, and the run is neither saving nor closing."""
         return self._signals.received is not None and not self._signals.closing and cause != "saving"
 
     def _beat(self) -> None:
@@ -148,7 +148,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         patience_s = min(int(self._signals.patience_s(UNHEARD_S)), HANDLED - BEAT - 1)
         told = HANDLED if self._signals.received else BEAT + patience_s
         if self._is_asked(self._cause) and self._signals.silent_s > 3 * LATE_S:
-            # It received one signal, and then none of the alarms that follow.
+            # Python handled one signal, but then none of the alarms that follow.
             told = signal.SIGTERM
         with contextlib.suppress(OSError):
             self._supervisor.stdin.write(bytes([told]))

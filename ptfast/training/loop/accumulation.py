@@ -36,7 +36,7 @@ class Accumulator:
     _weight: Tensor | None
     """The weight of one item's loss in the gradient of this step, known after its first forward pass."""
     _counts: list[Any]
-    """The items of this step's micro-batches, as their losses count them."""
+    """The item counts of this step's micro-batches, as returned by their losses."""
 
     def __init__(
         self, run: Run, exchange: GradientExchange, losses: LossAccumulator, first_checks: FirstStep
@@ -53,7 +53,7 @@ class Accumulator:
         self._keeps_conversions = run.precision.autocast_dtype is not None and not run.sharded
         self._weights: dict[int, Tensor] = {}
         self.counts_late = False
-        """Only the losses of this step count its items, so gradients are divided after the last backward."""
+        """Whether only this step's losses count its items: gradients are divided after the last backward."""
         self._zero = torch.zeros((), dtype=devices.sum_dtype(run.device), device=run.device)
 
     def accumulate(self, batch: StepBatch) -> None:
@@ -80,7 +80,7 @@ class Accumulator:
         run.seed_step(run.progress.step, self.first_micro_batch + index)
         loss, num_items = self._loss_of(data, num_samples)
         if (weight := self._weight) is None:
-            # The first value of a user's loss shows its unit of counting.
+            # The first value of a user's loss shows which items it counts.
             weight = self._weight = self.item_weight(batch, num_items)
         if hook is not None:
             loss.register_hook(hook)
@@ -106,8 +106,8 @@ class Accumulator:
         """Return the weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
 
         It is one over the items of the step, times the ranks that average gradients, times fp16's scale. If
-        only the losses count items, and the first micro-batch counted `first_count`, gradients are averaged
-        over samples until `_divide_by`.
+        only the losses count items, `first_count` is used for a step of one micro-batch; otherwise gradients
+        are averaged over samples until `_divide_by`.
         """
         run, ranks = self.run, self.exchange.averaged_ranks
         num_items: Any = self._count_items(batch)
@@ -142,12 +142,12 @@ class Accumulator:
         return self._over_ranks(sum(count for count, n in counts if n))
 
     def join_count(self, batch: StepBatch) -> None:
-        """Join the sum over ranks of a step's items, on a rank without samples."""
+        """Take part in the sum of a step's items over ranks, on a rank without samples."""
         run = self.run
         if self._weight is not None:
             return
         if run.progress.step == self._first_step:
-            # The unit of a user's loss must be known here, too.
+            # This rank must also learn which items a user's loss counts.
             with buffers_kept(run.model), torch.no_grad(), run.precision.autocast:
                 run.task.loss(run.forward, batch.micro_batches[0].data)
         self.item_weight(batch, 0)
@@ -168,7 +168,7 @@ class Accumulator:
 
 
 class GradientExchange:
-    """How the gradients of a step are combined over ranks; this class is for one rank, and combines none."""
+    """Combines the gradients of a step over ranks; this base class is for one rank and combines nothing."""
 
     is_local = True
     """Whether the samples of this rank are all samples of the step."""
@@ -227,7 +227,7 @@ class AveragedRanks(GradientExchange):
 
 
 class OrderedRanks(GradientExchange):
-    """Gradients summed in one order over all micro-batches, for the same bits on any number of ranks."""
+    """Gradients summed over micro-batches in a fixed order, for the same bits on any number of ranks."""
 
     is_local = False
 

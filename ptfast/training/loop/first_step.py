@@ -27,7 +27,7 @@ SWITCHES: dict[str, tuple[str, Callable[[], bool]]] = {
     "anomaly": ("anomaly detection", torch.is_anomaly_enabled),
     "profiler": ("a profiler", torch.autograd._profiler_enabled),
 }
-"""Debugging aids of torch that slow down every step, by the value of `debug` for each."""
+"""Debugging aids of torch that slow down every step, by the value of `debug` that turns them on."""
 
 
 @dataclass(eq=False, repr=False)
@@ -76,7 +76,7 @@ class FirstStep:
         self.switches = SlowSwitches(run)
 
     def loss(self, model: Any, data: Any, num_samples: int) -> tuple[Tensor, Any]:
-        """Return the result of the task's `loss`; C017 for a misfit, no loss, or a user's own error."""
+        """Return the result of the task's `loss`; C017 for outputs that do not fit or errors in user code."""
         run, self._data = self._run, copied(data) if self._evaluates else None
         seen: Any = with_output_check(model, run.model, run.task, data)
         try:
@@ -186,7 +186,7 @@ class FirstStep:
             raise UserPart("task", task).error(what, hint)
 
     def _check_parts(self, outputs: Any, data: Any) -> None:
-        """Raise C017 if a step adds up losses of parts that do not add up to the loss of the whole."""
+        """Raise C017 if the losses of a step's parts do not add up to the loss of the whole."""
         run, task = self._run, self._run.task
         mixed = isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Mixed)
         if outputs is None or not (mixed or run.micro_batches > 1):

@@ -27,7 +27,7 @@ from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.training.loop.first_step import FirstStep
 
 LEAST_S = 1.0
-"""Time between two measurements: over less, a share of busy time means little."""
+"""Minimum time between two measurements: over less time, utilization means little."""
 RECENT, FEWEST = 50, 10
 """Number of log lines that a loss is compared with, and the minimum."""
 FAR, LEAST_SPREAD = 8.0, 0.01
@@ -35,7 +35,7 @@ FAR, LEAST_SPREAD = 8.0, 0.01
 
 
 class Usage:
-    """Processor time, memory and a GPU's busy time since the last measurement, which takes 0.1 ms on a CPU.
+    """CPU time, memory and GPU utilization since the last measurement. Cost: 0.1 ms on a CPU.
 
     `warn` receives the reason if a metric is unavailable; that metric is not logged from then on.
     """
@@ -50,7 +50,7 @@ class Usage:
         self._read_s, self._cores_s = time.perf_counter(), processor_time_s()
 
     def measure(self) -> dict[str, float]:
-        """Return metrics by name, unless just read; a GPU's busy time needs the package nvidia-ml-py."""
+        """Return metrics by name; empty if just read. GPU utilization needs the package nvidia-ml-py."""
         now_s, before_s = time.perf_counter(), self._read_s
         if now_s - before_s < LEAST_S:
             return {}
@@ -69,7 +69,7 @@ class Usage:
 
 @dataclass
 class PendingLog:
-    """The open window after some step: values known to the host, and values still being copied."""
+    """The open window after `step`: values known to the host, and values still being copied."""
 
     step: int
     epoch: float
@@ -80,7 +80,7 @@ class PendingLog:
     """The step of the last log line; -1 before the first."""
     has_norm: bool
     timed: tuple[int, int, Any, Any] | None = None
-    """Its last steps and samples, between two times of the clock, if their time counts."""
+    """Steps and samples of its last segment, with its begin and end on the clock, if its time counts."""
     resources: dict[str, float] = field(default_factory=dict)
     logs: bool = False
     """Whether it closes the window: its metrics are logged, not only shown."""
@@ -91,13 +91,13 @@ class PendingLog:
 
 
 class LossAccumulator:
-    """The open log line: item losses and gradients since the last one, kept on the device until it is due.
+    """The open log line: item losses and gradients since the last line, kept on the device until it is due.
 
     A window that was open when the run was saved is resumed.
 
     On CUDA the host never waits for a metric while it trains: `begin_log` copies them without blocking, and
-    `flush` reads and logs them when the next log begins, or before they are needed. Other devices are read at
-    once.
+    `flush` reads and logs them when the next log begins, or before they are needed. On other devices they are
+    read at once.
     """
 
     update: Any
@@ -136,7 +136,7 @@ class LossAccumulator:
         self.num_items = self.num_items + num_items
 
     def leave_out(self, skipped: Tensor) -> None:
-        """Undo the additions of the last step if it was skipped; after every step, or one with `remember`."""
+        """Undo the last step's additions if it was skipped; call after every step, or one with `remember`."""
         loss_before, items_before = self._before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)
@@ -183,7 +183,7 @@ class LossAccumulator:
         """Start reading the open window; the host does not wait."""
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
-        # Every rank has the same norm, and `begin_sums` adds them up.
+        # All ranks have the same norm, which `begin_sums` would add up: only the first contributes.
         norms = [] if self._norm is None else [self._norm * run.ranks.is_first]
         values = [self.loss_sum, self.num_items, *norms]
         sums = begin_sums(values, run.device, run.ranks, self.update.counts)
@@ -217,7 +217,7 @@ class LossAccumulator:
         return log.loss
 
     def explain(self, step: int, batch: StepBatch | None = None) -> None:
-        """Explain why `step`, counted from 1, was skipped: for the first one, on all ranks."""
+        """Explain why `step`, counted from 1, was skipped, for the first skipped step only; on all ranks."""
         if not self._explained:
             self._explained = True
             explain(self._run, step - 1, batch or self._run.train_loader.batch_at(step - 1))
@@ -242,7 +242,7 @@ class LossAccumulator:
         return NumericsError("N001", what, suggestion=hint)
 
     def report(self, log: PendingLog, *, logs: bool) -> None:
-        """Show `log`, in the next `flush` if it is still copied; if it `logs`, open the next window."""
+        """Show `log`, in the next `flush` if it is still being copied; if it `logs`, open the next window."""
         run = self._run
         self.unread, log.logs = log, logs
         if logs:
@@ -345,7 +345,7 @@ def begin_sums(
     ranks: Ranks,
     alike: Sequence[Tensor | int] = (),
 ) -> AsyncHostCopy:
-    """Start to sum scalars over all ranks, but not those that are `alike`; the host does not wait."""
+    """Start to sum scalars over all ranks, except those equal on all (`alike`); the host does not wait."""
     dtype = devices.sum_dtype(device)
     sums = sum_over_ranks(scalars(values, device, dtype), ranks)
     return AsyncHostCopy(torch.cat([sums, scalars(alike, device, dtype)]) if alike else sums)

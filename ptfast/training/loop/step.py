@@ -58,7 +58,7 @@ class Trainer:
         with run.collector.waiting(run.clock) if is_warm else nullcontext():
             for batch in islice(batches, last_step - progress.step):
                 self.step(batch)
-                # With several ranks, they agree on where to stop at the next check of signals.
+                # Several ranks agree on where to stop in the next exchange of votes.
                 if run.stop_signal is not None and not run.ranks.distributed:
                     return
         if progress.step < last_step and run.stop_signal is None:
@@ -95,7 +95,7 @@ class Trainer:
             parameter.grad = None
 
     def set_training_mode(self) -> None:
-        """Put the model into training mode, without the BatchNorm layers whose statistics are frozen."""
+        """Put the model into training mode, except BatchNorm layers with frozen statistics."""
         self.run.forward.train()
         if self.run.plan.freezes_statistics:
             keep_frozen_statistics(self.run.model)
@@ -106,7 +106,7 @@ class Trainer:
         if run.freezing is None or not run.freezing.apply(run.progress.step):
             return False
         if isinstance(run.forward, GradientAveraging):
-            # They would keep averaging along with those of the new wrapper.
+            # The old hooks would keep averaging beside those of the new wrapper.
             run.forward._remove_autograd_hooks()
         run.forward = run.wrap()
         return True
@@ -114,8 +114,8 @@ class Trainer:
     def warm_up(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Run the next step's backward once and undo it, if a model is compiled or several ranks resume.
 
-        The compiler works in the first backward of a process, and DDP regroups its buckets after it. This
-        changes the order of sums of three ranks or more. Returns all batches, the first included.
+        The compiler runs in the first backward of a process, and DDP rebuilds its buckets after it, which
+        changes the order of sums over three or more ranks. Returns all batches, including the first.
         """
         run, losses = self.run, self.losses
         resumes = self.exchange.averaged_ranks > 1 and not run.sharded and run.progress.step

@@ -24,9 +24,9 @@ from ptfast.training.loop.loss_accumulator import LossAccumulator
 from ptfast.training.user_code import UserPart
 
 READ_AT_ONCE = ("cpu",)
-"""Devices whose numbers the host reads without waiting."""
+"""Devices whose values the host reads without waiting."""
 OPTIMIZER_NAME = "optimizer"
-"""The key of a parameter group that names the task's optimizer which steps it."""
+"""The key of a parameter group that names the optimizer with which a task steps it."""
 
 
 class PlainUpdate:
@@ -85,8 +85,8 @@ class SkippingUpdate(PlainUpdate):
 class ScaledUpdate(SkippingUpdate):
     """Takes the steps of an optimizer whose gradients are scaled (fp16), and skips those that overflow.
 
-    The learning rate follows the number of steps taken, which only the device knows: the count goes to the
-    host after each step and always read one step later, so that a resumed run sets the same learning rates.
+    The learning rate follows the number of steps taken, which only the device knows. After each step the
+    count is copied to the host and read one step later, so that a resumed run sets the same learning rates.
 
     Cost: a few tiny kernels and a copy of 8 bytes per step. The host waits only when it is two steps ahead of
     the device, and in every step if torch's optimizer is not fused, which then reads the scale.
@@ -212,7 +212,7 @@ class CheckedUpdate(SkippingUpdate):
             halves = [part for part in parts if part.dtype == torch.bfloat16 and part.numel()]
             norms = torch._foreach_norm(halves, math.inf) if halves else []
             parts = [*(part for part in parts if part.dtype != torch.bfloat16), *(n.float() for n in norms)]
-        # Nothing is scaled: one kernel checks all gradients for numbers that are not finite.
+        # With a scale of 1, this kernel only checks whether all gradients are finite.
         torch._amp_foreach_non_finite_check_and_unscale_([*parts, loss_sum], self._found, self._one)
         if self._ranks.distributed:
             # Torch's kernels skip a step at exactly 1.
@@ -257,7 +257,7 @@ class TaskUpdate(PlainUpdate):
 
 
 def build_update(run: Run, losses: LossAccumulator, exchange: GradientExchange) -> PlainUpdate:
-    """Build the update of a run from its task, its precision, and its handling of numbers not finite."""
+    """Build the update of a run from its task, its precision, and its handling of non-finite values."""
     if takes_own_steps(run.task):
         return TaskUpdate(run, losses)
     if run.precision.scaler is not None:

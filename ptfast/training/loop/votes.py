@@ -16,7 +16,7 @@ from ptfast.profiling.stragglers import Stragglers
 from ptfast.run import Run
 
 EXCHANGE_S = 5.0
-"""Approximate maximum wait of a signal, or the end of `run.max_time`, for the next exchange of votes."""
+"""Approximate maximum time from a signal, or from the end of `run.max_time`, to the next vote."""
 
 
 class StopReason(str, Enum):
@@ -76,7 +76,7 @@ def own_vote(run: Run, step_s: float, phases_s: list[float]) -> Vote:
 
 
 def stop_reason(run: Run, vote: Vote) -> StopReason | None:
-    """Return why training stops by the votes of all ranks, if it does; the run records the words."""
+    """Return why training stops by the votes of all ranks, if it does, and record the reason in the run."""
     if vote.signal:
         run.stop_reason = signal.Signals(vote.signal).name
         return StopReason.CTRL_C if vote.signal == signal.SIGINT else StopReason.SIGNAL
@@ -107,7 +107,7 @@ class Votes:
         """Number of steps until the next exchange."""
 
     def exchange(self, step_s: float, *, defers: bool) -> StopReason | None:
-        """Tell the other ranks how this one stands after a step, and return why training stops.
+        """Exchange votes with the other ranks after a step, and return why training stops, if it does.
 
         Args:
             step_s: seconds per step.

@@ -55,7 +55,7 @@ SMALL_SAMPLE_BYTES = 64 * 2**10
 def load_data(
     config: Config, ranks: Ranks | None = None, choose: Callable[..., Choice] | None = None, **saved: Any
 ) -> Data:
-    """Load the splits named in the config, and facts about them; statistics on the first of `ranks`.
+    """Load the config's splits and facts about them; the first of `ranks` computes the statistics.
 
     `choose` is from `build_choice`; `saved` are facts of a trained run, as keywords of `build_data`.
     """
@@ -105,9 +105,9 @@ def load_data(
 
 
 def _forward_names(target: Target) -> tuple[list[str] | None, int]:
-    """Return the argument names of a model class's `forward`, and how many come first by position.
+    """Return the argument names of a model class's `forward`, and how many are passed by position.
 
-    The names are None if it also accepts others, or if they are unknown.
+    The names are None if they are unknown, or if it accepts any keywords.
     """
     found: Any = target.resolve()
     taken = signature(found.forward) if inspect.isclass(found) and issubclass(found, nn.Module) else None
@@ -140,7 +140,7 @@ def load_splits(run: PartialRun) -> None:
 def add_evals(config: Config, data: Data, ranks: Ranks, note: Callable[[str], object]) -> Data:
     """Return `data` with the config's evaluation sets, read like the training data; `note` describes each.
 
-    From a set with held-out splits, `val` is used, or else `test`; from others all samples.
+    If a set has held-out splits, `val` or else `test` is used; otherwise all samples.
     """
     sets: dict[str, Data] = {}
     for name, section in config.evals.items():
@@ -158,7 +158,7 @@ def add_evals(config: Config, data: Data, ranks: Ranks, note: Callable[[str], ob
 
 
 def _warn_of_missing_classes(run: PartialRun, data: Data) -> None:
-    """Name the classes that a held-out split lacks, and those that only one such split has."""
+    """Warn of classes that a held-out split lacks, and of classes that the training split lacks."""
     known = {
         split: labels
         for split, source in {**data.sources, **{name: each.val for name, each in data.evals.items()}}.items()
@@ -195,7 +195,7 @@ def choose_task(run: PartialRun) -> None:
 
 
 def _balanced_weights(run: PartialRun, task: CrossEntropyTask) -> list[float]:
-    """The weights by which each class counts the same; of a run that is not new, those that it began with."""
+    """Return the weights that balance the classes; a resumed run keeps the weights it began with."""
     if (before := run.choices.began_with("task.class_weights", list[float])) is not None:
         return before
     if run.data is None or not isinstance(source := run.data.train, MapSource):
@@ -236,7 +236,7 @@ def build_choice(
     choices: AutoChoices | None = None,
     world_size: int = 1,
 ) -> Callable[..., Choice]:
-    """The function that chooses the loader, for `load_data`; a resumed run keeps that of `choices`."""
+    """Return the function that chooses the loader, for `load_data`; a resumed run keeps its own choice."""
     choices = choices or AutoChoices()
     kind, workers = choices.began_with("dataloader.kind", str), choices.began_with("dataloader.workers", int)
     loader, augment = config.dataloader, Augment(**config.augment.model_dump(exclude={"mixup", "cutmix"}))
@@ -338,7 +338,7 @@ def build_loaders(run: PartialRun) -> None:
     build_eval_loaders(run, data if config.eval.test else replace(data, test=None), side)
     choices.choose("dataloader.kind", choice.kind, choice.reason if loader.kind == "auto" else "")
     choices.choose("dataloader.workers", run.train_loader.workers)
-    # Their code may make many Python objects for each sample; ours makes few.
+    # User code may create many Python objects per sample; ptfast's creates few.
     sources = data.train.parts if isinstance(data.train, MapSource) else [data.train]
     of_users = any(isinstance(each, (DatasetSource, IterableSource)) for each in sources)
     theirs = of_users and not run.train_loader.workers
@@ -359,7 +359,7 @@ def build_loaders(run: PartialRun) -> None:
 
 
 def loader_options(run: PartialRun, **how: Any) -> LoaderOptions:
-    """Return the options for preparing samples; `how` sets who reads them, otherwise this process."""
+    """Return the options for preparing samples; `how` sets who reads them, by default this process."""
     return LoaderOptions(
         run.device, run.config.data.normalize, bool(run.choices.get("rewrites.channels_last")), **how
     )

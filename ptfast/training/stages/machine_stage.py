@@ -1,4 +1,4 @@
-"""Set up the machine for a run: threads, kernels, number format, random numbers, and parts of a batch."""
+"""Set up the machine for a run: threads, kernels, precision, random seeds, and micro-batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
     config, device, ranks, choices = run.config, run.device, run.ranks, run.choices
     elastic = config.determinism == "elastic"
     if trains and not elastic and choices.began_with("world_size", int) != ranks.world_size:
-        # On other ranks the bits differ anyway, and one rank's threads and workers would crowd several ranks.
+        # With other ranks the bits differ anyway, and one rank's threads and workers would be too many.
         for key in ("backend.threads", "dataloader.workers"):
             choices.previous.pop(key, None)
     choices.choose("device", device.type)
@@ -53,7 +53,7 @@ def _stop_searching(run: PartialRun) -> None:
 
 
 def choose_micro_batches(run: PartialRun) -> None:
-    """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would choose now."""
+    """Resolve the number of micro-batches; a resumed run keeps its number, on any number of ranks."""
     config, ranks, known = run.config, run.ranks, run.choices.began_with("micro_batches", int) or 0
     if known % ranks.world_size:
         what = f"the saved run has this many, which {ranks.world_size} ranks cannot share evenly"
@@ -95,5 +95,5 @@ def build_seeder(device: torch.device) -> Callable[[int, int, int], None]:
 
 
 def mix(seed: int, step: int, micro_batch: int) -> int:
-    """64 bits mixed of three counters (by SplitMix64); torch's CPU generator reads only the low half."""
+    """Return 64 bits mixed from three counters by SplitMix64; torch's CPU generator reads the low half."""
     return finalize(seed * GOLDEN + step * 0xD1B5_4A32_D192_ED03 + micro_batch * 0x8CB9_2BA7_2F3D_8DD7)

@@ -52,7 +52,7 @@ from ptfast.training.user_code import constructing
 LARGE = 10_000
 """From this size in the config, a ptfast model is measured before it is built."""
 NUM_INIT_SAMPLES = 5000
-"""Number of training samples from which a model may compute its first weights."""
+"""Number of training samples from which a model may compute its initial weights."""
 _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_backbone")
 """Keys of `model` that make a constructor download weights."""
 
@@ -127,7 +127,7 @@ def _size_lazy_layers(run: PartialRun, lazy: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _finding_room(target: Target, device: str) -> Iterator[None]:
-    """Report weights that do not fit into memory as an error of the model's largest size."""
+    """Report weights that do not fit into memory as E002, at the key of the model's largest size."""
     try:
         yield
     except Exception as error:
@@ -189,7 +189,7 @@ def _fetching(section: Model) -> Iterator[None]:
 
 
 def place_model(run: PartialRun) -> None:
-    """Prepare the model for computing: number format, device, rewrites, first weights."""
+    """Prepare the model for computing: precision, device, rewrites, initial weights."""
     model, has_data = run.model, run.data is not None
     backend, device = run.config.backend, run.device
     many_lengths = has_data and has_many_lengths(run.splits, run.config.batching)
@@ -227,7 +227,7 @@ def place_model(run: PartialRun) -> None:
 
 
 def _init_from_data(run: PartialRun, model: Any) -> None:
-    """Let a model with `init_from_data` compute its first weights from training inputs, on the first rank."""
+    """Let a model with `init_from_data` compute initial weights from training inputs, on the first rank."""
     if isinstance(run.splits.train, IterableSource):
         what = "computes its first weights from the data, but a stream is read only once"
         raise ConfigError("C011", what, key="model._target_", value=run.config.model.target.path)
@@ -292,7 +292,7 @@ def shape_model(run: PartialRun) -> None:
 
 
 def _find_input_type(run: PartialRun) -> torch.dtype:
-    """Return the type of training images: half if a known model casts them and no other part uses them."""
+    """Return the dtype of training images: half if a known model casts them and no other part uses them."""
     model, task, config = run.model, run.task, run.config
     half = torch.bfloat16 if run.precision.half_weights else run.precision.autocast_dtype
     ours = is_ours(task) and not takes_own_steps(task)

@@ -49,7 +49,7 @@ def add_optimizer(run: PartialRun) -> None:
 
 
 def _check_gradients(run: PartialRun) -> None:
-    """Reject what torch cannot do with sparse gradients, and with those of complex numbers."""
+    """Reject operations that torch does not support for sparse or complex gradients."""
     gradients, trained = run.config.gradients, run.model.named_parameters()
     sparse = sparse_parameter(run.model)
     complex_one = next((name for name, p in trained if p.requires_grad and p.is_complex()), None)
@@ -66,7 +66,7 @@ def _check_gradients(run: PartialRun) -> None:
 
 
 def add_schedule(run: PartialRun) -> None:
-    """Build the learning rate of every step."""
+    """Build the learning rate schedule."""
     section, choices, plan = run.config.schedule, run.choices, run.training_plan
     shape = build_shape(section.target, reference_lr(run.optimizer), run.plan.best_mode)
     if isinstance(shape, TorchScheduler) and (step := shape.lowest_from(plan.total_steps)) is not None:
@@ -118,7 +118,7 @@ def _build_average(run: PartialRun) -> Average | None:
             hint = f"Set ema.decay={fits:g}" if fits > 0 else "Use ema=none"
             run.display.warn(f"ema.decay={section.decay:g} {what}. {hint}, or ema.warmup=true")
         return MovingAverage(model, section.decay, warmup=section.warmup)
-    # It keeps its own average.
+    # Some optimizers keep their own average.
     if section.swa_start is None and not averages_itself(optimizer):
         return None
     samples = _build_statistics_loader(run)
@@ -149,12 +149,12 @@ def _build_average(run: PartialRun) -> Average | None:
 
 
 def _measuring(run: PartialRun) -> Ranks:
-    """Return the ranks that share the statistics of averaged weights: one if bits must not differ."""
+    """Return the ranks that measure the statistics of averaged weights: one if bits must not differ."""
     return Ranks() if run.config.determinism == "elastic" else run.ranks
 
 
 def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
-    """Build a loader of some thousand training samples in random order, equally many on each rank."""
+    """Build a loader of a few thousand training samples in random order, the same number on each rank."""
     data, ranks, batch_size = run.splits, _measuring(run), eval_batch_size(run)
     if isinstance(data.train, IterableSource):
         return None

@@ -31,7 +31,7 @@ class PartialRun(Run):
     state: CheckpointContent | None = None
     """The checkpoint to resume from, or that of a trained model."""
     checkpoint: Checkpoint | None = None
-    """Where a trained model comes from."""
+    """The checkpoint of a trained model."""
     data: Data | None = None
     """The splits; None for a trained model, and once the run is built."""
     config: Config
@@ -39,7 +39,7 @@ class PartialRun(Run):
     grouping: Grouping = field(init=False)
     """The config's settings of single parameters."""
     input_type: torch.dtype = torch.float32
-    """The number format of training images as the model receives them."""
+    """The dtype of training images as the model receives them."""
     loader_options: LoaderOptions = field(init=False)
     """How samples are prepared for the model."""
 

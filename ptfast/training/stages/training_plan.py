@@ -30,7 +30,7 @@ from ptfast.techniques.curriculum.growing_sizes import (
 )
 
 MOST_WIDTHS = 4
-"""Number of lengths compiled one by one: torch gives up after eight shapes, including short batches."""
+"""Maximum number of lengths compiled separately: torch gives up after eight shapes, with short batches."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class TrainingPlan:
             raise ConfigError("C011", str(error), key=key, value=duration) from error
 
     def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
-        """Return the steps that recur each `duration`; if it is open, `times` times per run."""
+        """Return the steps at every `duration`; for `auto`, at `times` steps of the run."""
         # One epoch, the default, has no meaning for data without epochs.
         if duration == "auto" or (self.batches.size is None and duration == Duration(1, "epochs")):
             duration = Duration(math.ceil(self.total_steps / times), "steps")
@@ -121,7 +121,7 @@ def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> N
 
 
 def pack_or_pad(data: Data, batching: Batching, seed: int) -> Data:
-    """Return the same data, with documents packed into windows, or sequences padded with their batch."""
+    """Return the same data, with documents packed into windows, or sequences padded in each batch."""
     if not batching.pack:
         for source in (data.train, data.val, data.test):
             if source is not None:
@@ -188,7 +188,7 @@ def check_sequences(model: nn.Module, data: Data) -> None:
 def describe_padding(
     config: Config, data: Data, plan: BatchPlan, micro_batches: int
 ) -> tuple[str | None, float | None]:
-    """Describe, for the panel, how sequences get one length; and return the share of padding."""
+    """Describe for the panel how sequences are padded or packed, and return the share of padding."""
     batching, seed = config.batching, config.seed
     if isinstance(train := data.train, PackedSequences):
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
