@@ -1,4 +1,4 @@
-"""Composing a config: arguments, presets, recipe and option files into one tree that knows its places."""
+"""Compose a config: merge arguments, preset, recipe and option files into one tree, with each key's place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PLUGINS = {
 }
 """Options of Hydra's own plugins (hydra.cc/docs/plugins), each in a package such as hydra-ray-launcher."""
 DEFAULT = "default"
-"""The place of a key that nothing has set."""
+"""The place of a key that was never set."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Composed:
     arguments: tuple[str, ...]
 
     def place(self, key: str) -> str:
-        """The place where `key` was set, or else the nearest section around it."""
+        """Return the place where `key` was set, or else that of the nearest section around it."""
         return place_of(key, self.places)
 
     def placed(self, error: PtfastError) -> PtfastError:
-        """`error`, saying where its key was given if it is about a key of this config."""
+        """Return `error` with the place where its key was given, if the key is in this config."""
         if error.place is not None or error.key is None:
             return error
         with contextlib.suppress(LookupError, TypeError, ValueError):
@@ -66,7 +66,7 @@ class Composed:
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Say in errors raised inside where their key was given."""
+        """Add to errors raised in this block the place where their key was given."""
         try:
             yield
         except PtfastError as error:
@@ -74,14 +74,14 @@ class Composed:
 
 
 def value_of(tree: Any, key: str) -> Any:
-    """The value at a dotted key; raises LookupError, TypeError or ValueError where there is none."""
+    """Return the value at a dotted key; raise LookupError, TypeError or ValueError if there is none."""
     for name in key.split("."):
         tree = tree[int(name)] if isinstance(tree, list) else tree[name]
     return tree
 
 
 def place_of(key: str, places: dict[str, str]) -> str:
-    """The place of `key` in `places`, of all that is set below it, or of the nearest key above it."""
+    """Return the place of `key`, of all keys below it if they share one, or of the nearest key above it."""
     below = {place for inside, place in places.items() if inside.startswith(f"{key}.")}
     if key not in places and len(below) == 1:
         return below.pop()
@@ -99,12 +99,12 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     Precedence: arguments, then a preset among them, then the recipe, then the default preset.
 
     Args:
-        complete: False keeps interpolations that fail, for printing.
+        complete: False keeps interpolations as text, for printing.
     """
     given = parse(arguments)
     recipe = next((paths.find_recipe(a.option) for a in given if a.kind == "recipe"), None)
     if recipe and paths.own_groups():
-        # Choices of the user's own groups take the place of those that the recipe makes.
+        # Typed options of the user's own groups replace those that the recipe chooses.
         chosen = {group for file in lineage(paths.RECIPES, recipe) for group in file.choices}
         given = [
             replace(a, text=a.text.lstrip("+")) if a.kind == "group" and a.key in chosen else a for a in given
@@ -117,7 +117,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
         if "." not in key or key in with_value:
             _set_place(places, key, place)
             continue
-        # A preset speaks to the options that have the key: not every optimizer can be fused.
+        # A preset's key applies only to options that have it: not every optimizer can be fused.
         *above, name = key.split(".")
         section = tree
         for part in above:
@@ -140,7 +140,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
 def apply(
     tree: dict[str, Any], places: dict[str, str], arguments: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """A whole config with arguments laid over it; the section of a chosen option is replaced as a whole."""
+    """Apply arguments to a whole config; a chosen option replaces its whole section."""
     given = parse(arguments)
     chosen = [a.text for a in given if a.kind == "group"]
     places, result = dict(places), dict(tree)
@@ -174,9 +174,9 @@ def finish(
     *,
     complete: bool,
 ) -> Composed:
-    """A `Composed` from a tree with interpolations: resolves them, and reports which cannot be."""
+    """Return a `Composed` of a tree: resolve its interpolations, and report those that fail."""
     tree = {str(key): value for key, value in tree.items()}
-    # Hydra has read the tree before: only interpolations can be wrong in it.
+    # Hydra has already read the tree: only its interpolations can fail.
     resolves = complete and "${" in str(tree)
     resolved = resolve(tree, lambda key: place_of(key, places)) if resolves else copy.deepcopy(tree)
     if complete:
@@ -190,14 +190,14 @@ def finish(
 
 
 def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]:
-    """The tree that arguments mean, interpolations as text, and the loader that knows its files."""
-    # What is deleted may be a choice of an option.
+    """Return the tree of the arguments, interpolations as text, and the loader that read its files."""
+    # A deletion may remove a group from the defaults list, so Hydra gets all arguments.
     whole = any(a.kind == "delete" for a in arguments)
     options = [a for a in arguments if whole or a.kind in ("group", "recipe")]
     values = [a.text for a in arguments if a not in options]
     chosen = tuple(a.text for a in options)
     recipes = {a.values[0] for a in options if a.kind == "recipe"}
-    # Hydra takes most of the time. Files of the package alone are merged once: they do not change meanwhile.
+    # Hydra takes most of the time. Merges of only the package's files are cached: they do not change.
     are_shipped = not paths.has_own() and recipes <= {*paths.options(paths.RECIPES)}
     load = _load_options if are_shipped else _load_options.__wrapped__
     with translated(OSError, RecursionError):
@@ -206,9 +206,9 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]
 
 
 def _with_values(tree: dict[str, Any], values: Sequence[str]) -> dict[str, Any]:
-    """`tree` with `++key=value` arguments laid over it."""
+    """Return `tree` with `++key=value` arguments applied."""
     overrides = [read(text) for text in values]
-    # Of the keys with these roots alone: OmegaConf takes most of the time.
+    # Convert only the sections that change: OmegaConf takes most of the time.
     roots = {str(each.key_or_group).partition(".")[0] for each in overrides}
     config = OmegaConf.create({key: value for key, value in tree.items() if key in roots})
     TracingLoader._apply_overrides_to_config(overrides, config)
@@ -217,7 +217,7 @@ def _with_values(tree: dict[str, Any], values: Sequence[str]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[str, Any], TracingLoader]:
-    """What options make together; `folder` tells apart what is remembered."""
+    """Load the config of the chosen options; `folder` is only part of the cache key."""
     loader = TracingLoader()
     try:
         config = loader.load_options(list(chosen))
@@ -232,7 +232,7 @@ def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[str, Any],
 
 @contextlib.contextmanager
 def translated(*others: type[Exception]) -> Iterator[None]:
-    """Raise errors of Hydra and OmegaConf, and those of `others`, as a `ConfigError`."""
+    """Convert errors of Hydra and OmegaConf, and of the types `others`, to a `ConfigError`."""
     try:
         yield
     except PtfastError:
@@ -268,14 +268,14 @@ def _translate(error: Exception) -> ConfigError:
 
 
 def _set_place(places: dict[str, str], key: str, place: str) -> None:
-    """Note that `key`, with all below it, was set at `place`."""
+    """Record that `key` and all keys below it were set at `place`."""
     for below in [k for k in places if k.startswith(f"{key}.")]:
         del places[below]
     places[key] = place
 
 
 def _set_places(places: dict[str, str], argument: Argument) -> None:
-    """Note what a `key=value` argument sets: the keys inside where the value is a mapping."""
+    """Record the keys that a `key=value` argument sets; a mapping sets the keys inside it."""
     key, value = argument.set_key, argument.value
     for inside in flatten({key: value}) if isinstance(value, dict) and value else [key]:
         _set_place(places, str(inside), COMMAND_LINE)

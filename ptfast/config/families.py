@@ -1,4 +1,4 @@
-"""The families of techniques: what each states about its keys. No torch is loaded."""
+"""The families of techniques, with the rules for their keys. Importing them does not load torch."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Hydra's loader over our files: its search path, strict reading, and the place of each key.
+"""Hydra's loader for ptfast's files: the search path, strict reading, and the place of each key.
 
-Everything private of Hydra and OmegaConf that ptfast uses is imported here:
+All private parts of Hydra and OmegaConf that ptfast uses are imported here:
 
 - `ConfigLoaderImpl`: `hydra.compose` does not say which file set which key, and works on global state.
 - `ConfigSearchPathImpl`: the search path that this loader takes.
-- `create_defaults_list`: which files are merged; Hydra's loader adds those of its own section, half of all.
-- `Hydra`: sweeps and `--cfg hydra` with a loader of our own; `hydra.main` reads the command line itself.
+- `create_defaults_list`: lists the files to merge; Hydra's loader adds those of its own section, half of all.
+- `Hydra`: runs sweeps and `--cfg hydra` with our own loader; `hydra.main` reads the command line itself.
 - `setup_globals`: the resolvers of `${hydra:...}`, which `hydra.main` registers.
-- `BasicLauncher`: jobs that run at a time; a launcher of one's own takes a package of plugins.
-- `OmegaConfDumper`: quotes texts that would be read as numbers; OmegaConf's `to_yaml` is ten times as slow.
+- `BasicLauncher`: replaced by one that runs jobs in parallel; a new launcher needs a plugin package.
+- `OmegaConfDumper`: quotes text that YAML would read as numbers; OmegaConf's `to_yaml` is ten times slower.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECIPE = f"{paths.RECIPES}/"
 
 
 class PtfastSource(ConfigSource):
-    """One root of `paths.roots()` as Hydra sees it."""
+    """One root of `paths.roots()` as a config source of Hydra."""
 
     @staticmethod
     def scheme() -> str:
@@ -60,11 +60,11 @@ class PtfastSource(ConfigSource):
             raise ConfigLoadError(f"no such option: {config_path}")
         is_recipe = config_path.startswith(_RECIPE)
         content = read_yaml(file, allow_empty=not is_recipe)
-        # Hydra looks for it above all other comments.
+        # Hydra expects its `@package` header above all other comments.
         header = self._get_header_dict("\n".join(re.findall(r"(?m)^#\s*@.*$", content.text)))
         data = with_sections(with_defaults(content.data) if config_path == PRIMARY else content.data)
         if "defaults" in data:
-            # Files that inherit each other would keep Hydra going round.
+            # Reject files that inherit each other: Hydra would follow them in an endless loop.
             lineage(paths.RECIPES if is_recipe else config_path.rpartition("/")[0], file)
         if is_recipe:
             header["package"] = "_global_"
@@ -92,7 +92,7 @@ class PtfastSource(ConfigSource):
         return sorted(found)
 
     def file(self, config_path: str) -> Path | None:
-        """The file behind Hydra's `group/option`, or None where this root has none."""
+        """Return the file of Hydra's `group/option`, or None if this root has none."""
         if config_path.startswith(_RECIPE):
             name = config_path.removeprefix(_RECIPE)
             own = self._folder(paths.RECIPES) / f"{name.removesuffix('.yaml')}.yaml"
@@ -113,7 +113,7 @@ class PtfastSource(ConfigSource):
 
 
 def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config in which `task: NAME`, or a task by `_target_`, is written out as a section with a name."""
+    """Return the config with `task: NAME`, or a task by `_target_`, expanded to a section with a name."""
     task = tree.get("task")
     if task is None or (isinstance(task, dict) and "_target_" not in task):
         return tree
@@ -122,7 +122,7 @@ def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipe_defaults(content: YamlFile) -> list[Any]:
-    """A recipe's defaults as overrides of the primary config's, which Hydra reads alike from any folder."""
+    """Return a recipe's defaults as overrides of the primary config's, which work from any folder."""
     defaults = content.data.get("defaults", [])
     if not isinstance(defaults, list):
         return defaults
@@ -142,7 +142,7 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
                 paths.check_option(group, option, groups, place)
             except PtfastError as error:
                 errors.append(error)
-            # The primary config chooses an option of every group but the user's own.
+            # The primary config chooses an option of every group except the user's own.
             adds = group in own_groups and group not in before
             entry = {f"{'' if adds else 'override '}/{group}": option}
         elif isinstance(entry, str) and entry != SELF:
@@ -150,8 +150,8 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
             file = paths.find_recipe(entry, place, folder=content.path.parent)
             for base in lineage(paths.RECIPES, file):
                 before |= {*base.choices}
-            # In a list Hydra takes a name as it is: `./mine.yaml` would lie in a group, `/` would begin one,
-            # and `@` a package.
+            # Hydra takes a name literally only in a list: elsewhere `./mine.yaml` would be in a group, `/`
+            # would start one, and `@` a package.
             entry = {f"/{paths.RECIPES}": [str(file)]}
         result.append(entry)
     if errors:
@@ -160,11 +160,11 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
 
 
 class TracingLoader(ConfigLoaderImpl):
-    """Hydra's loader, noting in the order of merging which file set which key."""
+    """Hydra's loader, which also records the files in the order in which they are merged."""
 
     def __init__(self) -> None:
         if __version__.startswith("1.3."):
-            # Which behaves as 1.1 by default; later versions behave in one way alone.
+            # Hydra 1.3 behaves like 1.1 by default; later versions have only one behavior.
             version.setbase("1.3")
         setup_globals()
         Plugins.instance().register(PtfastSource)
@@ -181,7 +181,7 @@ class TracingLoader(ConfigLoaderImpl):
         self.files: list[tuple[str, YamlFile]] = []
 
     def load_options(self, chosen: list[str]) -> DictConfig:
-        """The config that chosen options make, without Hydra's own section."""
+        """Compose the config of the chosen options, without Hydra's own section."""
         parsed, repo = self._parse_overrides_and_create_caching_repo(PRIMARY, chosen)
         found = create_defaults_list(repo, PRIMARY, parsed, prepend_hydra=False, skip_missing=False)
         config = self._compose_config_from_defaults_list(found.defaults, repo)
@@ -201,7 +201,7 @@ class TracingLoader(ConfigLoaderImpl):
         return result
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
-        # Several options of a group would be laid over each other: each gets a section of its own, with the
+        # Several options of a group would override each other: each gets a section of its own, with the
         # files that it inherits.
         parents = {each.config_path: each.parent for each in defaults if not each.is_self}
         for group in paths.SEVERAL:
@@ -218,12 +218,12 @@ class TracingLoader(ConfigLoaderImpl):
         return super()._compose_config_from_defaults_list(defaults, repo)
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra rejects for keys
-        # that no option file lists.
+        # Sweepers with their own search space pass plain `key=value`, which Hydra rejects for keys that no
+        # option file lists.
         return super().load_sweep_config(master_config, [a.text for a in parse(sweep_overrides)])
 
     def places(self) -> dict[str, str]:
-        """`file:line` of every key in the files loaded so far; later files replace earlier ones."""
+        """Return `file:line` of every key in the files loaded so far; later files override earlier ones."""
         result: dict[str, str] = {}
         for package, file in self.files:
             prefix = f"{package}." if package else ""

@@ -1,4 +1,4 @@
-"""What help shows: options and recipes with their first comments, and descriptions from docstrings.
+"""Texts for `--help`: options and recipes with their first comments, and arguments with their docstrings.
 
 Imports neither Hydra nor YAML, so that help is quick.
 """
@@ -18,7 +18,7 @@ from ptfast.core.protocols import TASKS
 
 @dataclass(frozen=True)
 class Entry:
-    """An option or a recipe: its name, its file, and what its opening comment says."""
+    """An option or a recipe: its name, its file and its opening comment."""
 
     name: str
     file: Path
@@ -31,18 +31,18 @@ class Entry:
 
     @property
     def command(self) -> str:
-        """The first command that the comment names, without what is said behind it, or an empty text."""
+        """The first command in the comment, without its explanation; empty if there is none."""
         commands = (line for line in self.comment if line.startswith("ptfast "))
         return next(commands, "").partition("  ")[0]
 
 
 def entries(group: str) -> list[Entry]:
-    """The options of one group, the recipes (for the group `recipe`), or the built-in tasks."""
+    """Return the options of one group, the recipes (for the group `recipe`), or the built-in tasks."""
     if group != "task":
         return [Entry(name, file, _opening_comment(file)) for name, file in paths.options(group).items()]
     found: list[Entry] = []
     for name, path in TASKS.items():
-        # The first line of its module, which is not imported: that loads torch.
+        # Parse the task's module for its first line: importing it would load torch.
         file = Path(__file__).parents[2] / "tasks" / f"{path.split('.')[-2]}.py"
         text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
         found.append(Entry(name, file, (text.partition("\n")[0].removesuffix("."),)))
@@ -67,7 +67,7 @@ _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*)(?: \([^)]*\))?: *(.*?)(?=^    \S|\
 
 
 def argument_docs(function: Any) -> dict[str, str]:
-    """Argument -> what `Args:` says of it, or the first paragraph if that names it in backquotes."""
+    """Map arguments to their text in `Args:`, or to the first paragraph if it names them in backquotes."""
     initializer = getattr(function, "__init__", None) if inspect.isclass(function) else None
     found: dict[str, str] = {}
     for documented in (initializer, function):

@@ -1,4 +1,4 @@
-"""A JSON Schema of recipe files, with which editors complete keys, explain them and mark mistakes."""
+"""The JSON Schema of recipe files, which lets editors complete and explain keys, and mark mistakes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ptfast.tasks import TaskSection
 
 Schema = dict[str, Any]
 _CHOICE = "^(override )?/?{}$"
-"""Pattern of the key by which a defaults list chooses an option of a group."""
+"""Pattern of a key in a defaults list that chooses an option of a group."""
 _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
-"""An interpolation such as `${oc.env:HOME}`, in place of any value."""
+"""An interpolation such as `${oc.env:HOME}`, allowed in place of any value."""
 _ARBITRARY = ConfigDict(arbitrary_types_allowed=True)
 _MAPPING = {"type": "object", "required": ["_target_"]}
 
 
 class _Generator(GenerateJsonSchema):
-    """pydantic's generator, for values as `coerce` takes them."""
+    """pydantic's generator, adapted to the values that `coerce` accepts."""
 
     def generate_inner(self, schema: Any) -> Schema:
         found = super().generate_inner(schema)
@@ -54,13 +54,13 @@ class _Generator(GenerateJsonSchema):
 
     def model_schema(self, schema: Any) -> Schema:
         found = super().model_schema(schema)
-        # What is gathered from several keys is no key itself.
+        # Fields that gather several keys are not keys themselves.
         found["properties"] = {key: part for key, part in found["properties"].items() if key not in GATHERED}
         return found | {"required": [key for key in found.get("required", ()) if key not in GATHERED]}
 
 
 def schema() -> Schema:
-    """The JSON Schema (draft 2020-12) of a recipe: its defaults, and every key with its type and range."""
+    """Return the JSON Schema (draft 2020-12) of a recipe: its defaults, and each key's type and range."""
     found = Config.model_json_schema(schema_generator=_Generator)
     properties, rules = found["properties"], list[Schema]()
     for name, field in Config.model_fields.items():
@@ -77,7 +77,7 @@ def schema() -> Schema:
 
 
 def _defaults() -> Schema:
-    """The list that chooses options: `optimizer: sgd_cifar`, with or without Hydra's `override /`."""
+    """Return the schema of a defaults list: `optimizer: sgd_cifar`, with or without `override /`."""
     choices: Schema = {}
     for group in groups():
         if group != PRESETS:
@@ -95,16 +95,16 @@ def _defaults() -> Schema:
 
 
 def _options(group: str) -> list[Schema]:
-    """The options of a group, each with what its file says of it."""
+    """Return the options of a group, each with the summary from its file."""
     return [{"const": entry.name, "description": entry.summary} for entry in entries(group)]
 
 
 def of_type(annotation: Any) -> Schema:
-    """The schema of a keyword; an object that only a target can make may be anything."""
+    """Return the schema of a keyword's type; it is empty for objects that only a target can make."""
     try:
         holder = create_model("Holder", __config__=_ARBITRARY, value=(annotation, ...))
         whole = holder.model_json_schema(schema_generator=_Generator)
-    except Exception:  # an annotation of another library, which pydantic need not know
+    except Exception:  # pydantic may not know another library's annotation
         return {}
     found = {key: part for key, part in whole["properties"]["value"].items() if key != "title"}
     alternatives = found.get("anyOf", [found])
@@ -115,7 +115,7 @@ def of_type(annotation: Any) -> Schema:
 def _keywords(
     functions: Iterable[Callable[..., Any]], section: str, fixed: Iterable[str]
 ) -> tuple[Schema, Schema]:
-    """The keywords of targets by name only, for one that takes them otherwise; then typed, and no others."""
+    """Return two schemas of targets' keywords: by name only, and typed with no others allowed."""
     loose: Schema = {}
     types: dict[str, list[Schema]] = {}
     for function in functions:
@@ -130,12 +130,12 @@ def _keywords(
 
 
 def _target_section(group: str, section: Schema) -> Schema:
-    """Add the keywords of a section's targets; the rule that closes it if the recipe names no own target."""
+    """Add keywords to a section; return the rule that forbids others unless the recipe names a target."""
     functions: list[Callable[..., Any]] = []
     open_options: list[str] = []
     """Options whose target takes keywords that its signature does not name."""
     for option, file in options(group).items():
-        # The last file of those that the option is made of says what its target is.
+        # The last of an option's files that names a target determines it.
         named = [content.data["_target_"] for content in lineage(group, file) if "_target_" in content.data]
         if not named or named[-1] is None:
             continue
@@ -168,7 +168,7 @@ def _target_section(group: str, section: Schema) -> Schema:
 
 
 def _task() -> Schema:
-    """A task by name or import path, alone or with its keywords next to it."""
+    """Return the schema of a task: a name or import path, alone or with keywords."""
     loose, strict = _keywords(map(locate, TASKS.values()), "task", ["name"])
     own = {"type": "string", "pattern": r"\."}
     doc = TaskSection.model_fields["name"].description

@@ -1,1 +1,1 @@
-"""The files of a config: where they are searched, how they are read, frozen and laid over each other."""
+"""Config files: find and read them, freeze the config of a run, and write recipes."""

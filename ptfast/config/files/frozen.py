@@ -28,17 +28,17 @@ from ptfast.core.sections.secret_values import SECRET, hide_credentials, is_secr
 
 
 class _Dumper(yaml.Dumper if TYPE_CHECKING else getattr(yaml, "CDumper", yaml.Dumper)):
-    """As OmegaConf writes YAML, whose dumper is none of libyaml's and takes ten times as long."""
+    """Writes YAML like OmegaConf, whose pure-Python dumper takes ten times as long as libyaml's."""
 
 
 _Dumper.add_representer(str, OmegaConfDumper.str_representer)
 
 
 def freeze(composed: Composed, path: Path) -> list[str]:
-    """Write the config with which `ptfast train --config PATH` repeats the run; returns warnings.
+    """Write the config with which `ptfast train --config PATH` repeats the run; return warnings.
 
-    Interpolations are replaced by their values, except `${oc.env:X}`. Left out are other secrets (each with a
-    warning), the folder of this run and what it was resumed from.
+    Interpolations are replaced by their values, except `${oc.env:X}`. Other secrets (each with a
+    warning), the run's folder and the checkpoint it resumed from are left out.
     """
     tree, hidden = frozen_tree(composed)
     ours = {key: RunOptions.model_fields[key].default for key in ("dir", "resume")}
@@ -59,13 +59,13 @@ def freeze(composed: Composed, path: Path) -> list[str]:
 
 
 def digest_of(value: Any, salt: str) -> str:
-    """The digest by which a secret is compared; slow, so that it cannot be guessed in bulk."""
+    """Return a digest for comparing a secret; slow to compute, so that it cannot be guessed in bulk."""
     text = json.dumps(value, default=str).encode()
     return hashlib.scrypt(text, salt=bytes.fromhex(salt), n=2**14, r=8, p=1).hex()
 
 
 def changed_secrets(folder: Path, tree: dict[str, Any]) -> list[str]:
-    """The keys of secrets that the run in `folder` was given with another value than a `tree` has."""
+    """Return the keys of secrets whose values in `tree` differ from those of the run in `folder`."""
     known = read_known(folder / DIGESTS, Digests)
     changed = []
     for key, digest in known.get("digests", {}).items():
@@ -78,7 +78,7 @@ def changed_secrets(folder: Path, tree: dict[str, Any]) -> list[str]:
 
 
 def check_no_secrets(composed: Composed) -> None:
-    """Reject (C011) a secret given in clear where other processes read the frozen config without it."""
+    """Raise C011 for a plaintext secret: ranks that read the frozen config would not get it."""
     for key in frozen_tree(composed)[1]:
         what = "the ranks read the run's config.yaml, and a secret is not written there"
         hint = f"Give it as {key}='${{oc.env:NAME}}'"
@@ -86,7 +86,7 @@ def check_no_secrets(composed: Composed) -> None:
 
 
 def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tree that `freeze` writes, or that with interpolations, and the secrets left out of it, by key."""
+    """Return the tree that `freeze` writes, or the unresolved tree, and the secrets hidden in it, by key."""
     hidden: dict[str, Any] = {}
 
     def hide(value: Any, key: str) -> Any:
@@ -104,11 +104,11 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
 
     tree = composed.tree_unresolved
     if resolved:
-        # Where variables stood are their values: no key refers to them any more.
+        # Variables have been replaced by their values: no key refers to them any more.
         tree = resolve_keeping_env(composed.tree, tree)
         tree = {key: value for key, value in tree.items() if key in composed.tree} | {VARIABLES: {}}
     if tree.get("epochs") is not None and tree.get("steps") is not None:
-        # Once in one file, it no longer shows which of the two was meant.
+        # One file with both would no longer show which of the two overrides the other.
         tree = {**tree, loser: None} if (loser := losing_length(composed.place)) else tree
     return hide(tree, ""), hidden
 
@@ -121,7 +121,7 @@ def load(
     trusted: bool = True,
     trains: bool = True,
 ) -> Composed:
-    """A whole config in one file, with arguments applied: `complete` as `compose`, else as `load_config`."""
+    """Load a whole config from one file and apply arguments; for flags see `compose` and `load_config`."""
     content = read_yaml(path)
     rename_former(content.data)
     if not trains:
@@ -138,7 +138,7 @@ _INLINE = re.compile(
 
 
 def redact(arguments: Sequence[str]) -> list[str]:
-    """A command line without its secrets, for what is written about the run."""
+    """Return a command line with its secrets masked, for files about the run."""
 
     def redact_inline(match: re.Match[str]) -> str:
         secret = is_secret(match["key"]) and not ENV.fullmatch(match["value"].strip())

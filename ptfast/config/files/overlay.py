@@ -1,4 +1,4 @@
-"""A recipe that says what some arguments say, with values that were found for it."""
+"""Write a recipe from arguments and the values that a measurement found for them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ptfast.core.errors import ConfigError, MachineError, cannot_write
 from ptfast.core.sections.secret_values import is_secret
 
 OWN = ("run", "recipe")
-"""Sections of a single run, which no recipe has."""
+"""Keys about a single run, which are left out of recipes."""
 
 
 def check_overlay(file: Path, flag: str = "--write") -> None:
-    """Reject a file, given by `flag`, that `write_overlay` could not write; before a command's long part."""
+    """Reject a file that `write_overlay` could not write; called before a command's long part."""
     if file.suffix != ".yaml":
         hint = f"Write {flag} {file.with_suffix('.yaml')}"
         raise ConfigError("C001", "a recipe's file ends in .yaml", key=flag, value=file, suggestion=hint)
@@ -32,7 +32,7 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
 
 
 def check_out(folder: Path | None) -> None:
-    """Reject (E001) a folder for `--out` that cannot be written to, before a command's long part."""
+    """Raise E001 if the folder of `--out` cannot be written to; called before a command's long part."""
     if folder is not None:
         _check_writable(folder.absolute(), "--out", folder)
 
@@ -51,15 +51,15 @@ def write_overlay(
     comment: Sequence[str],
     flag: str = "--write",
 ) -> str:
-    """Write a recipe that chooses and sets what the arguments do, with `found` over it.
+    """Write a recipe with the options and values of the arguments, overridden by `found`.
 
-    Secrets and the folder of a run are left out.
+    Secrets and the keys of `run` are left out.
 
     Args:
         found: values by dotted key.
-        comment: lines at its head, the first of which `ptfast recipes` shows.
+        comment: lines at the head of the file; `ptfast recipes` shows its first paragraph.
 
-    Returns what `recipe=` takes for it.
+    Returns the value of `recipe=` that selects it.
     """
     check_overlay(file, flag)
     called = str(file if file.is_absolute() else f"./{file}")
@@ -67,7 +67,7 @@ def write_overlay(
     values = OmegaConf.create()
     for argument in parse(arguments):
         if argument.kind == "recipe":
-            # A path means the folder that the command was given in.
+            # Make paths absolute: they are relative to the folder of the command.
             known = argument.option in paths.options(paths.RECIPES)
             defaults.insert(0, argument.option if known else str(paths.find_recipe(argument.option)))
         elif argument.kind == "group":
@@ -84,6 +84,6 @@ def write_overlay(
             target.write(head + choices + (OmegaConf.to_yaml(values) if values else ""))
     except OSError as error:
         raise cannot_write(error, flag, file) from error
-    # A recipe that cannot be read must not be announced.
+    # Do not announce a recipe that cannot be read.
     compose([f"recipe={called}"], complete=False)
     return called

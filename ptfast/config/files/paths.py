@@ -1,4 +1,4 @@
-"""Folders of option files and recipes, the user's own first, and rejecting names that none of them has."""
+"""Find option files and recipes, the user's own first, and reject unknown names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ptfast.core.sections.spelling import nearest
 PRESETS = "preset"
 RECIPES = "recipe"
 CONFIG_DIR = "PTFAST_CONFIG_DIR"
-"""Environment variable that `--config-dir` sets, for processes that are started from this one, too."""
+"""Environment variable that `--config-dir` sets, so that child processes use the folder too."""
 SEVERAL = ("logger",)
-"""Groups of which a config may take several options at once: `logger=[csv,tensorboard]`."""
+"""Groups that allow several options at once: `logger=[csv,tensorboard]`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Root:
 
 @functools.cache
 def builtin_root() -> Root:
-    """The folders of the package: inside it when installed, at the top of the tree when run from source."""
+    """Return the package's folders: inside it if installed, at the top of the repository otherwise."""
     package = Path(__file__).resolve().parents[2]
     if (package / "_conf").is_dir():
         return Root(package / "_conf", package / "_recipes")
@@ -39,7 +39,7 @@ def builtin_root() -> Root:
 
 
 def roots() -> list[Root]:
-    """Every root, the one searched first at the front: that of `--config-dir`, `./conf`, the package's."""
+    """Return all roots in search order: the folder of `--config-dir`, `./conf`, the package's."""
     own = [Root(Path.cwd() / "conf", Path.cwd() / "recipes")]
     if named := os.environ.get(CONFIG_DIR):
         own.insert(0, Root(Path(named), Path(named) / "recipes"))
@@ -53,7 +53,7 @@ def has_own() -> bool:
 
 
 def groups() -> list[str]:
-    """Names of all config groups, `preset` included, sorted."""
+    """Return the sorted names of all config groups, `preset` included."""
     there = roots()
     found = {
         folder.name
@@ -66,19 +66,19 @@ def groups() -> list[str]:
 
 
 def own_groups() -> list[str]:
-    """Names of the user's own groups, besides the package's."""
+    """Return the names of the user's own groups, which the package does not have."""
     return [name for name in groups() if not (builtin_root().conf / name).is_dir()] if has_own() else []
 
 
 def options(group: str) -> dict[str, Path]:
-    """Option names of a group (or recipe names, for the group `recipe`) and their files, sorted."""
+    """Return the sorted options of a group (or recipes, for the group `recipe`) and their files."""
     return _options(group, roots())
 
 
 def _options(group: str, there: list[Root]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for root in reversed(there):
-        # The package's own files stay as they are; a config asks for them some fifty times.
+        # The package's own files do not change; composing a config lists them some fifty times.
         found |= _shipped(root, group) if root == builtin_root() else _listed(root, group)
     return dict(sorted(found.items()))
 
@@ -93,24 +93,24 @@ _shipped = functools.cache(_listed)
 
 
 def recipe_file(name: str, folder: Path | None = None) -> Path | None:
-    """The file of a recipe given by name (`resnet_cifar`) or by path (`./mine.yaml`), or None.
+    """Return the file of a recipe given by name (`resnet_cifar`) or by path (`./mine.yaml`), or None.
 
-    Paths start in the working folder, or in the `folder` of the recipe that inherits it. Bare names are
-    looked for there, too.
+    Paths are relative to the working folder, or to the `folder` of the recipe that inherits it. Bare names
+    are looked up in `folder`, too.
     """
     if name in (known := options(RECIPES)):
         return known[name]
     if folder is not None or name.endswith(".yaml") or "/" in name:
         file = (folder or Path.cwd()) / Path(name).expanduser()
         file = file if file.suffix == ".yaml" else file.with_name(file.name + ".yaml")
-        # What is typed keeps its name, which is the run's; of what is inherited only the place is shown.
+        # A typed path keeps its name, which names the run; an inherited one only appears as a place.
         file = file if folder is None else file.resolve()
         return file if file.is_file() else None
     return None
 
 
 def shown(file: Path) -> str:
-    """`file` as messages name it: relative to the working folder or the package's root, if it lies there."""
+    """Return `file` as shown in messages: relative to the working folder or the package's root, if inside."""
     builtin = builtin_root()
     for base in (Path.cwd(), builtin.conf.parent):
         if file.is_relative_to(base):
@@ -118,7 +118,7 @@ def shown(file: Path) -> str:
     return str(file)
 
 
-# Names that other programs use for what is called differently here.
+# Names that other programs use for options with another name here.
 _ELSEWHERE = {("checkpointing", "last"): "saving=last", ("checkpointing", "best"): "saving=default"}
 _TORCHVISION = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vit_", "vgg", "convnext"),
@@ -127,9 +127,9 @@ _TORCHVISION = (
 
 
 def check_option(group: str, option: Any, groups: Iterable[str], place: str | None) -> None:
-    """Reject (C003) an option that its group does not have, or a group that does not exist.
+    """Raise C003 for an option that its group does not have, or for an unknown group.
 
-    A group that may take several options has a list of them, or as typed: `[csv,tensorboard]`.
+    For a group in `SEVERAL`, `option` may be a list, or its typed form `[csv,tensorboard]`.
     """
     if group not in groups:
         known = [name for name in groups if name != PRESETS]
@@ -149,7 +149,7 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
 
 
 def find_recipe(name: str, place: str | None = COMMAND_LINE, folder: Path | None = None) -> Path:
-    """The `recipe_file` of a name, or a C003 at `place` with the nearest one."""
+    """Return the `recipe_file` of a name; if there is none, raise C003 at `place` with the nearest name."""
     if file := recipe_file(name, folder):
         return file
     known = list(options(RECIPES))
@@ -166,7 +166,7 @@ def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> s
     if group == "model" and option.startswith(_TORCHVISION):
         meant = f"model=torchvision model.name={option}"
     elif meant := _ELSEWHERE.get((group, option)):
-        # The two meanings of the word are the commonest mix-up: say what each is.
+        # Users often confuse the two meanings of the word: explain both.
         everything = f"`{group}` is activation checkpointing; checkpoints on disk are `saving`. {everything}"
     elif option.lower() in ("none", "null", "off", "false", "no") and "none" in known:
         meant = f"{group}=none"

@@ -1,4 +1,4 @@
-"""Strict reading of YAML, with the line of every key, and what an option or a recipe inherits."""
+"""Read YAML strictly, with the line of every key, and find the files that options and recipes inherit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLOAT = re.compile(
 _ODD_SPACE = re.compile(
     r"""(?: *|[^#"']*?[:,\[{-])([\xa0\u1680\u2000-\u200b\u202f\u205f\u3000])|[^"']*?([\x85\u2028\u2029])"""
 )
-"""Looks like a space that indents a line or ends a key, and is none; or ends a line invisibly."""
+"""Characters that look like a space where YAML needs one, or that end a line invisibly."""
 _BOOL, _INT, _STR = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:str"
 
 
@@ -53,7 +53,7 @@ class YamlFile:
     places: dict[str, str] = field(default_factory=dict)
     """`file:line` of each dotted key, list items by index: `callbacks.0`."""
     warnings: list[str] = field(default_factory=list)
-    """The values that YAML 1.1 reads differently from what they look like."""
+    """Warnings about values that YAML 1.1 reads differently than they look."""
 
     @property
     def defaults(self) -> list[Any]:
@@ -63,7 +63,7 @@ class YamlFile:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The option of each group that its defaults list chooses."""
+        """The options that its defaults list chooses, by group."""
         return {
             str(key).removeprefix("override ").strip().lstrip("/"): option
             for entry in self.defaults
@@ -76,16 +76,16 @@ class _Text:
     """A file's text, and its lines as editors count them."""
 
     def __init__(self, name: str, text: str) -> None:
-        # YAML ends a line at U+0085, U+2028 and U+2029 too.
+        # YAML also ends lines at U+0085, U+2028 and U+2029; editors do not.
         self.name, self.lines = name, text.split("\n")
         self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def line(self, mark: Any) -> int:
-        """The line of a mark of the parser, counted from 0."""
+        """Return the line of a parser mark, counted from 0."""
         return bisect_right(self._starts, mark.index) - 1
 
     def error(self, mark: Any, problem: str, *, unread: bool = False) -> ConfigError:
-        """The error at a mark, or in `unread` YAML at an odd space in its line or the last one with text."""
+        """Return the error at a mark, or for `unread` YAML at an odd space in or just above its line."""
         if mark is None:
             return ConfigError("C007", problem, place=self.name)
         last, at, column = self.line(mark), self.line(mark), mark.index - self._starts[self.line(mark)]
@@ -103,7 +103,7 @@ class _Text:
 
 
 def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
-    """Read a file of one mapping, or comments alone if `allow_empty`; C007 names line and column."""
+    """Read a file of one mapping, or only comments if `allow_empty`; a C007 names the line and column."""
     name = paths.shown(path)
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -125,7 +125,7 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
         for key, key_node, value_node in _walk(node, "", text, [MAX_NODES]):
             file.places[key] = f"{name}:{text.line(key_node.start_mark) + 1}"
             if isinstance(value_node, yaml.ScalarNode) and "${" in value_node.value:
-                # Completion reads files, and does without omegaconf.
+                # Imported late: shell completion reads files too, and does not need omegaconf.
                 from ptfast.config.checks.interpolations import check_grammar
 
                 check_grammar(key, value_node.value, file.places[key])
@@ -144,7 +144,7 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
 def _walk(
     node: yaml.Node, prefix: str, text: _Text, budget: list[int]
 ) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield (dotted key, key node, value node) of all below `node`; reject what a mapping would hide."""
+    """Yield (dotted key, key node, value node) below `node`; reject keys that repeat or are not text."""
     budget[0] -= 1
     if budget[0] < 0:
         raise ConfigError("C007", "too large, or anchors that multiply it", place=text.name)
@@ -167,7 +167,7 @@ def _walk(
 
 
 def _surprise(node: yaml.Node) -> str | None:
-    """The warning for an unquoted value that YAML 1.1 reads in a surprising way."""
+    """Return a warning for an unquoted value that YAML 1.1 reads in a surprising way."""
     if not isinstance(node, yaml.ScalarNode) or node.style not in (None, ""):
         return None
     value = node.value
@@ -188,7 +188,7 @@ def _unreadable(text: _Text, error: yaml.MarkedYAMLError) -> ConfigError:
     problem = (error.problem or "cannot be read as YAML").replace("\t", "\\t")
     mark, context = error.problem_mark or error.context_mark, error.context or ""
     if error.context_mark and ("flow" in context or "simple key" in context):
-        # Where the bracket opens, or the line with no colon is, says more than where the parser gave up.
+        # Point to the opening bracket or the line without a colon, not to where the parser gave up.
         mark = error.context_mark
         if "flow" in context:
             problem = "a bracket that is not closed, or a missing comma"
@@ -198,11 +198,11 @@ def _unreadable(text: _Text, error: yaml.MarkedYAMLError) -> ConfigError:
 
 
 SELF = "_self_"
-"""Entry of a defaults list that stands for the file's own keys, which else come last."""
+"""Entry of a defaults list that stands for the file's own keys, which otherwise come last."""
 
 
 def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFile]:
-    """The files that an option of `group` or a recipe is made of, itself included, the last on top."""
+    """Return the files that make up an option of `group` or a recipe, including itself; the last wins."""
     content, chain = read_yaml(file, allow_empty=group != paths.RECIPES), (*heirs, file)
     layers: list[YamlFile] = []
     for index, entry in enumerate(content.defaults):
