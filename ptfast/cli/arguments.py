@@ -24,8 +24,8 @@ class Flag:
     Args:
         names: the long name, optionally a short one, and a word for the value in help: `--out FILE`.
         dest: the attribute to set; by default the flag's name.
-        read: parses the value from text, or raises a ValueError of what is wrong and perhaps what to do about
-            it; None for a flag without a value.
+        read: parses the value from text, or raises a ValueError with the problem and perhaps a remedy; None
+            for a flag without a value.
     """
 
     names: str
@@ -56,7 +56,7 @@ class Command:
     """One word after `ptfast`.
 
     Args:
-        usage: its arguments, as `--help` shows them.
+        usage: its arguments, as shown by `--help`.
         run: `module.function` of this folder, imported when it is called: takes the flags as attributes and
             the other words as `words`, returns the exit code.
         examples: command lines, without `ptfast`.
@@ -100,7 +100,7 @@ def path(text: str) -> Path:
 
 
 def write_out(out: Path, text: str) -> None:
-    """Return the flag `--out`, which names a file to write."""
+    """Write `text` to the file named by `--out`; raise E001 or E002 if that fails."""
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The commands and their flags: what `--help` shows, and the function that does the work of each."""
+"""The commands: flags, texts for `--help`, and the function that runs each."""
 
 from __future__ import annotations
 

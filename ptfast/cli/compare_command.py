@@ -75,7 +75,7 @@ def compare(args: Namespace) -> int:
 
 
 def _find_runs(path: Path, depth: int) -> Iterator[Path]:
-    """Return run directories: `path`, or those below it in the order of their names, numbers by size."""
+    """Yield run directories: `path`, or those below it in the order of their names, numbers by size."""
     if any((path / name).is_file() for name in RUN_FILES):
         yield path
     elif depth and path.is_dir():
@@ -85,7 +85,7 @@ def _find_runs(path: Path, depth: int) -> Iterator[Path]:
 
 
 def show(ranking: Ranking) -> None:
-    """Print the variants of a ranking that have several seeds or folds, then its runs."""
+    """Print the variants of a ranking if any has several seeds or folds, then its runs."""
     better = "highest" if ranking.mode == "max" else "lowest"
     if variants := group_repeats(ranking):
         _print(ranking, f"means over {ranking.repeats} by {ranking.metric}, {better} first", variants)
@@ -161,7 +161,7 @@ def _report(run: RunFiles) -> Path:
 
 
 def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
-    """Return charts with one line per run, named by its rank or status: metric, title and lines."""
+    """Yield charts with one line per run, named by its rank or status: metric, title and lines."""
     runs, names = ranking.runs, []
     told_apart = zip(runs, ranking.values, short_labels(ranking.labels), strict=True)
     for place, (run, value, pairs) in enumerate(told_apart, 1):

@@ -161,7 +161,7 @@ def dry_run(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder = Path(name)
         run = build(config, ranks=Ranks(), folder=folder, display=display)
-        # Inputs that grow are measured at full size, in the last steps.
+        # With a curriculum, inputs reach full size in the last steps: measure those.
         first = max(run.total_steps - TIMED_STEPS - 1, 0) if run.choices.get("curriculum") else 0
         run.progress.step = first
         batches = run.train_loader.steps(first, run.total_steps)

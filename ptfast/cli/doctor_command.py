@@ -28,10 +28,10 @@ WATCHED_S = 0.6
 BUSY_CORES = 0.25
 LEAST_SHARED_BYTES, LEAST_FREE_BYTES = 2**30, 5 * 2**30
 LEAST_DESCRIPTORS = 4096
-"""File descriptors that each batch from a data worker needs."""
+"""Least limit of open files: every batch from a data worker needs file descriptors."""
 WRITTEN_BYTES = 64 * 2**20
 SLOW_DISK = 50e6
-"""Bytes a second."""
+"""Bytes per second."""
 EXTRAS = ("torchvision", "timm", "transformers", "onnx", "tensorboard", "wandb", "torchao", "safetensors")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 

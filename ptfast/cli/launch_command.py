@@ -23,7 +23,7 @@ SUBMIT = "sbatch"
 
 
 def launch(args: Namespace) -> int:
-    """Submit a training, or print it; raise E005 if SLURM is not installed here."""
+    """Submit a training job, or print it; raise E005 if SLURM is not installed here."""
     gpu_type, _, number = (args.gpus or "").rpartition(":")
     if args.gpus and (not number.isdecimal() or int(number) == 0):
         what = "expected a whole number above 0"

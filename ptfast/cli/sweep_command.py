@@ -74,7 +74,7 @@ class SweepJob:
         while len(self._running) == self.num_parallel:
             self._wait()
         run_dir = self.folder / str(number)
-        # Made here, so that it exists however the job ends: the ranking reads why it failed.
+        # Create it here, so that it exists however the job ends: the ranking reads why it failed.
         run_dir.mkdir(parents=True, exist_ok=True)
         slot = min({*range(self.num_parallel)} - {*self._running})
         points = [word for word in composed.arguments if not word.startswith("hydra")]
@@ -93,7 +93,7 @@ class SweepJob:
         process = warm_process(
             self.run,
             ["train", *alone, f"run.dir={quoted(run_dir)}"],
-            # Folders of images use it to read JPEG files.
+            # Image folders use torchvision to read JPEG files.
             modules=["torchvision"] if re.search("torchvision|imagefolder", str(composed.tree)) else [],
             environment=environment,
             output=output,
@@ -201,7 +201,7 @@ def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, l
 
 
 def objective(summary: dict[str, Any], metric: str) -> float | None:
-    """Return the metric a sweep optimizes: `split.name`, a name of `val`, or the one of `best` (`auto`)."""
+    """Return a sweep's metric: `split.name`, a metric of `val`, or the metric of `best` (`auto`)."""
     if metric == "auto":
         metric = str(summary.get("best_metric", "val.loss"))
     split, _, name = metric.rpartition(".")

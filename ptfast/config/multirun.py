@@ -1,4 +1,4 @@
-"""Sweeps through Hydra's own sweepers and launchers, and Hydra's views of a config (`--cfg`, `--info`)."""
+"""Run sweeps with Hydra's sweepers and launchers, and print a config for `--cfg`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.units import better_mode
 
-# Hydra writes nothing of its own: its files contain the command line in clear, secrets included.
+# Keep Hydra from writing its own files: they contain the command line in plain text, with secrets.
 _QUIET = (
     *("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=."),
     *("hydra/job_logging=none", "hydra/hydra_logging=none"),
 )
 
 Objective = Callable[[], float | None]
-"""Waits for a run and returns what a sweep optimises."""
+"""Waits for a run and returns the value that a sweep optimizes."""
 Job = Callable[[Composed, int], Objective]
-"""Starts the run of a config, of this number from 0."""
+"""Starts the run of a config, given its number counted from 0."""
 
 
 class JobFailure(float):
-    """The objective of a job that failed: not a number, with the error it stands for."""
+    """The objective of a failed job: NaN, with the error that caused it."""
 
     error: Exception
 
@@ -53,7 +53,7 @@ class JobFailure(float):
 
 @dataclass(frozen=True)
 class _Task:
-    """A job as launchers run it, possibly in another process: composes its own config from its arguments."""
+    """The function that launchers call, possibly in another process; composes a job's config by itself."""
 
     job: Job
 
@@ -76,7 +76,7 @@ def _wait(objective: Objective) -> float | None:
 
 
 class _Launcher(BasicLauncher):
-    """Hydra's own launcher, which starts all jobs of a batch before it waits for the first."""
+    """Hydra's launcher, changed to start all jobs of a batch before it waits for the first."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function.start, config=config)
@@ -91,15 +91,15 @@ class _Launcher(BasicLauncher):
 def sweep(
     arguments: Sequence[str], job: Job, sweep_dir: Path, check: Callable[[Composed], object] | None = None
 ) -> list[float | None]:
-    """Run one job per point of a sweep, by the sweeper and the launcher that the arguments choose.
+    """Run one job per point of a sweep, with the sweeper and launcher that the arguments choose.
 
     Args:
         job: called with a point's config and its number from 0; some launchers pickle it. An exception
             becomes a `JobFailure` and does not stop the sweep.
-        check: called before the first job with the config of every value that is swept over.
+        check: called before the first job, with configs that together use every swept value.
 
     Returns:
-        The objectives in order, as far as the sweeper hands them out (optuna does not).
+        The objectives in order, if the sweeper returns them (optuna does not).
     """
     given = parse(arguments, sweep=True)
     points = [compose(point) for point in sample_points(given)]
@@ -117,7 +117,7 @@ def sweep(
         loader = TracingLoader()
         overrides += _direction(loader, overrides, points[0], [a for a in given if a.is_interval])
         hydra = Hydra(task_name="ptfast", config_loader=loader)
-    # Hydra knows of a launcher outside its own packages by a package named hydra_plugins alone.
+    # Hydra finds launchers outside its own packages only in a package named hydra_plugins.
     Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = _Launcher
     with _without_multirun_file(sweep_dir), translated():
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
@@ -129,7 +129,7 @@ def sweep(
 def _direction(
     loader: TracingLoader, overrides: list[str], point: Composed, intervals: Sequence[Argument]
 ) -> list[str]:
-    """The override with the direction in which the sweep's metric is better, unless the user gives one."""
+    """Return the override for the direction in which the metric is better, unless the user sets it."""
     key = "hydra.sweeper.direction"
     sweeper = loader.load_configuration(PRIMARY, overrides, RunMode.MULTIRUN).hydra.sweeper
     if intervals and str(sweeper._target_).endswith(".BasicSweeper"):
@@ -150,7 +150,7 @@ def _direction(
 
 
 def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
-    """Arguments of as few single runs as use every value of a sweep: their sum, not their product."""
+    """Yield arguments of few runs that use each value of a sweep: the sum of values, not the product."""
     plain = [a for a in given if a.kind != "hydra" and not a.is_interval]
     first = {a.key: a.at(a.values[0]) if a.is_sweep else a.text for a in plain}
     yield list(first.values())
@@ -161,7 +161,7 @@ def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
 
 
 def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -> str:
-    """The YAML that `--cfg job` (of a whole config in `file`) or `--cfg hydra` prints, secrets hidden."""
+    """Return the YAML that `--cfg job` (of `file`, if given) or `--cfg hydra` prints, with secrets hidden."""
     if kind == "hydra":
         of_hydra = [a.text for a in parse(arguments) if a.kind == "hydra"]
         with translated():
@@ -174,7 +174,7 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
 
 @contextlib.contextmanager
 def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
-    """Discard the multirun.yaml of Hydra's basic sweeper, which has the arguments in clear."""
+    """Discard the multirun.yaml of Hydra's basic sweeper, which contains the arguments in plain text."""
     made = run_directory.create_folder(sweep_dir)
     file = sweep_dir / "multirun.yaml"
     with contextlib.suppress(OSError):

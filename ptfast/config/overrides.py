@@ -1,4 +1,4 @@
-"""Reading `key=value` arguments before Hydra does, and expanding presets into arguments."""
+"""Parse `key=value` arguments before Hydra does, and expand presets into arguments."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _SET_BY_US = {
     "hydra.job.chdir": "Leave it out: a run stays in the folder that it was started in",
     "hydra.mode": "Use -m to sweep",
 }
-"""Settings of Hydra's, with those below them, and what to give instead."""
+"""Hydra settings that ptfast controls, including the keys below them, and a hint for each."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument as Hydra will get it."""
+    """One argument, in the form that Hydra gets."""
 
     kind: Literal["value", "group", "recipe", "delete", "hydra"]
     key: str
-    """The dotted key or the group, without prefix; `task` for its name too."""
+    """The dotted key or the group, without prefix; `task` also for `task.name`."""
     values: tuple[str, ...]
     """The value, or each point of a sweep, as text that Hydra can read."""
     is_sweep: bool
     text: str
     """The whole argument in Hydra's grammar."""
     value: Any = None
-    """The value in Python, of the kind `value`."""
+    """The parsed value, for the kind `value`."""
 
     @property
     def set_key(self) -> str:
@@ -53,7 +53,7 @@ class Argument:
 
     @property
     def is_interval(self) -> bool:
-        """Return True if its sweep names no points, which only some sweepers can choose."""
+        """Whether it sweeps over an interval, from which only some sweepers can choose points."""
         return self.is_sweep and self.values == (self.text.partition("=")[2],)
 
     @property
@@ -66,10 +66,10 @@ class Argument:
 
 
 def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
-    """Read the arguments of a command; choices of options and recipes are checked against the files.
+    """Parse the arguments of a command, and check that the named options and recipes exist.
 
-    Any other `key=value`, with or without `+`, becomes `++key=value`: Hydra takes it, and validation rejects
-    unknown keys. Several values (`key=a,b`) are for a `sweep`.
+    Any other `key=value`, with or without `+`, becomes `++key=value`: Hydra accepts it, and validation
+    rejects unknown keys. Several values (`key=a,b`) need `sweep`.
     """
     given, errors = sift(arguments, sweep=sweep)
     if errors:
@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
 
 
 def sift(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[Argument], list[PtfastError]]:
-    """The arguments that can be read, as `parse` gives them, and what is wrong with the others."""
+    """Return the valid arguments, as `parse` does, and the errors of the others."""
     groups = paths.groups()
     result: dict[str, Argument] = {}
     errors: list[PtfastError] = []
@@ -89,14 +89,14 @@ def sift(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[Argumen
             result[argument.key] = argument
         except PtfastError as error:
             if error.code == "C001":
-                # It may belong to the words around it: `epochs = 3`.
+                # The words around it may belong to it: `epochs = 3`.
                 return [], [error]
             errors.append(error)
     return list(result.values()), errors
 
 
 def _check_single(argument: Argument, written: str, before: Argument | None, sweep: bool) -> None:
-    """Reject a sweep where there is none, and a key that `before` gives another value."""
+    """Reject several values in a single run, and a key that `before` sets to another value."""
     if argument.is_sweep and not sweep:
         value = written.partition("=")[2]
         otherwise = f", write [{value}] for a list, or quote it twice for a text"
@@ -112,13 +112,13 @@ def _check_single(argument: Argument, written: str, before: Argument | None, swe
 
 
 def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """`arguments` with `overrides` over them: the last value of a key is kept."""
+    """Merge `overrides` into `arguments`, keeping the last value of each key."""
     words = (*arguments, *overrides)
     return [*{word.partition("=")[0].lstrip("+"): word for word in words}.values()]
 
 
 def quoted(text: str | Path) -> str:
-    """`text` as a value on the command line, whatever characters it has."""
+    """Return `text` quoted as a value on the command line, whatever characters it contains."""
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
@@ -158,7 +158,7 @@ def _parse_one(written: str, groups: list[str]) -> Argument:
 
 
 def _check_shape(written: str, groups: list[str]) -> None:
-    """Reject what is not `key=value` in a way that shows what was meant."""
+    """Reject words that are not `key=value`, and suggest the intended form."""
     key, equals, _ = written.partition("=")
     if not equals and not written.startswith("~"):
         recipes = paths.options(paths.RECIPES)
@@ -180,12 +180,12 @@ def _check_shape(written: str, groups: list[str]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def read(written: str) -> Override:
-    """An argument in Hydra's grammar; its parser takes a millisecond."""
+    """Parse an argument in Hydra's grammar; cached, because its parser takes a millisecond."""
     parser = OverridesParser.create()
     with contextlib.suppress(HydraException, ValueError):
         return parser.parse_override(written)
     key, _, value = written.partition("=")
-    # Paths with brackets or letters outside ASCII are no value of Hydra's grammar; as a quoted text they are.
+    # Hydra's grammar accepts paths with brackets or non-ASCII letters only if they are quoted.
     if value and not re.search(r"^(\w+\(|[\[{'\"])|[,'\"]|\$\{", value):
         with contextlib.suppress(HydraException, ValueError):
             return parser.parse_override(f"{key}={quoted(value)}")
@@ -197,7 +197,7 @@ def read(written: str) -> Override:
 
 
 def _points(override: Override, written: str) -> tuple[str, ...]:
-    """The value of an argument, or each point of its sweep; an interval as it is written."""
+    """Return the value of an argument, or each point of its sweep; an interval stays as written."""
     if not override.is_sweep_override():
         return (override.get_value_element_as_str(),) if not override.is_delete() else ()
     if not override.is_discrete_sweep():
@@ -213,7 +213,7 @@ def _points(override: Override, written: str) -> tuple[str, ...]:
 
 
 def _plain(value: str) -> str:
-    """A value without the quotes that Hydra's grammar wants, or the backslashes before spaces and colons."""
+    """Remove the quotes of Hydra's grammar from a value, or the backslashes before spaces and colons."""
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
         return value[1:-1]
     return re.sub(r"\\(\W)", r"\1", value)
@@ -226,10 +226,10 @@ def _rejected(written: str, what: str, hint: str | None = None, *, code: str = "
 
 
 def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str]]:
-    """Put what the preset sets before `arguments`; also returns where its file sets each of those keys.
+    """Put the preset's settings before `arguments`; also return the place of each of them.
 
-    A preset named on the command line goes over the recipe; one that the recipe names goes under what else
-    the recipe says. The default preset needs no expanding: the primary config has its values.
+    A preset named on the command line overrides the recipe; the recipe's own keys override a preset that the
+    recipe names. The default preset needs no expanding: the primary config has its values.
     """
     given = {a.key: a for a in arguments}
     name, taken = None, set(given)

@@ -1,4 +1,4 @@
-"""The words of a command line that say what a Python program gives as values."""
+"""Convert values from a Python program to the words of a command line."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from ptfast.core.run_directory import write_text
 from ptfast.core.sections.given import give
 
 _CUSTOM = ("data", "model")
-"""Groups with an option for parts of a user's own."""
+"""Groups with an option `custom` for the user's own classes."""
 _FILES = ("path", "val_path", "test_path")
-"""The files of a table in the order of a tuple of frames."""
+"""Keys of a table's files, in the order of a tuple of DataFrames."""
 _BARE = re.compile(r"[A-Za-z_/][\w./-]*")
 _READ_AS_OTHERS = ("null", "true", "false", "nan", "inf")
 
 
 class PythonWords:
-    """The words of values given in Python, and the objects among them, which have to be kept while they run.
+    """Command-line words for values from Python, and the objects they name, which must be kept during a run.
 
     Args:
-        sweeps: a list is a choice of values, each of which is trained with.
+        sweeps: a list holds the values of a sweep, each trained in its own run.
     """
 
     def __init__(self, *, sweeps: bool = False) -> None:
         self.words: list[str] = []
         self.objects: dict[str, Any] = {}
-        """What is found under an import path, by that path."""
+        """Objects, by the import path that names them."""
         self._sweeps = sweeps
 
     def add(self, key: str, value: Any) -> None:
-        """Add what sets `key`; a mapping sets the keys inside. `target` is that of a table: `data.target`."""
+        """Add words that set `key`; a mapping sets the keys inside. `target` is a table's `data.target`."""
         frames = value if isinstance(value, tuple) else (value,)
         if key == "data" and all(map(is_frame, frames)) and len(frames) <= len(_FILES):
             self.words.append("data=table")
@@ -62,7 +62,7 @@ class PythonWords:
             self.words.append(f"{key}={self._text(value, key)}")
 
     def _text(self, value: Any, key: str) -> str:
-        """`value` in Hydra's grammar."""
+        """Return `value` in Hydra's grammar."""
         value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
         if value is None or isinstance(value, bool):
             return {None: "null", True: "true", False: "false"}[value]
@@ -89,12 +89,12 @@ class PythonWords:
 
 
 def is_frame(value: Any) -> bool:
-    """Return True for a DataFrame of pandas."""
+    """Return True for a pandas DataFrame."""
     return hasattr(value, "to_csv") and hasattr(value, "columns")
 
 
 def _stored(frame: Any) -> Path:
-    """A CSV file of a DataFrame without its index, in the cache folder; its name is a digest of the rows."""
+    """Write a DataFrame without its index to a CSV file in the cache folder, named by its digest."""
     text = frame.set_axis([str(name) for name in frame.columns], axis=1).to_csv(index=False)
     path = cache_folder() / "frames" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.csv"
     if not path.is_file():
@@ -107,6 +107,6 @@ def _stored(frame: Any) -> Path:
 
 
 def _is_object(value: Any, key: str) -> bool:
-    """Return True for what YAML cannot say: a module, a dataset, a class, a function."""
+    """Return True for values that YAML cannot represent: a module, a dataset, a class, a function."""
     plain = (str, Path, bool, int, float, Mapping, type(None))
     return not isinstance(value, plain) and (key == "data" or not isinstance(value, (list, tuple)))

@@ -1,4 +1,4 @@
-"""The one call that the rest of ptfast makes for a config: read, compose, validate."""
+"""The entry points for a config, which the rest of ptfast calls: read, compose and validate it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ptfast.core.sections.given import check_present
 
 
 def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
-    """The config that a user's arguments mean, or all that is wrong with them; what they name is trusted."""
+    """Return the config of a user's arguments, or raise all their errors; targets in them are trusted."""
     given, errors = sift(arguments)
     what, hint = "only a sweep reads it", "Add -m to sweep, or leave it out"
     for key, value in ((a.key, a.text.partition("=")[2]) for a in given if a.kind == "hydra"):
         errors.append(ConfigError("C011", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint))
     failed = [(error.key or "").lstrip("+~") for error in errors]
     if {paths.RECIPES, paths.PRESETS} & {*failed} or (errors and not given):
-        # Without what these were to set, what is found wrong with the rest may be right.
+        # Without the recipe or preset, errors found in the other arguments may be wrong.
         raise together(errors)
     try:
         composed = compose([argument.text for argument in given if argument.kind != "hydra"])
@@ -44,12 +44,12 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
 def load_config(
     path: Path, arguments: Sequence[str] = (), *, trusted: bool = False, trains: bool = True
 ) -> tuple[Composed, Config]:
-    """The config in a whole file, such as a run directory's, with arguments laid over it.
+    """Load a whole config from a file, such as a run directory's, and apply arguments to it.
 
     Args:
-        trusted: the file is this run's own, or nothing that it names is imported. Otherwise, unless this user
-            made the run here, its targets must lie in known packages or in `trust=[my_package]`.
-        trains: False after training: new data need not lie as that of training does.
+        trusted: the file is this run's own, or none of its targets are imported. Otherwise, unless this user
+            made the run here, its targets must be in known packages or in `trust=[my_package]`.
+        trains: False after training: new data may be stored differently from the training data.
     """
     trusted = trusted or is_own(path)
     composed = load(path, arguments, trusted=trusted, trains=trains)

@@ -1,4 +1,4 @@
-"""The typed shape of a whole config, and what may change in it between a run and its continuation."""
+"""The typed schema of a whole config, and the keys that may change between a run and its continuation."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ FREE_KEYS = (
 DATA_PLACES = tuple(
     f"data.{name}" for name in ("root", "path", "targets", "shards", "val_shards", "test_shards")
 )
-"""Locations of built-in data, which may be moved: its content is compared."""
+"""Locations of built-in data, which may change: its content is compared instead."""
 VARIABLES = "vars"
 """The section that only interpolations read."""
 
@@ -201,20 +201,20 @@ class Config(Section):
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section of a field of `Config`, or None for a plain value."""
-    # Python 3.10 takes list[int] for a type.
+    """Return the section class of a field of `Config`, or None for a plain value."""
+    # In Python 3.10, list[int] passes for a type.
     plain = isinstance(annotation, type) and get_origin(annotation) is None
     return annotation if plain and issubclass(annotation, Section) else None
 
 
 def entry_of(annotation: Any) -> type[Section] | None:
-    """The section that a field is a list of, or None."""
+    """Return the section class that a field is a list of, or None."""
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """Every key that has a default, as plain values: what option files and recipes are laid over."""
+    """Return every key that has a default, as plain values; option files and recipes override them."""
 
     def of(part: type[Section]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
@@ -224,7 +224,7 @@ def defaults() -> dict[str, Any]:
                 tree[name] = TaskSection().name
             elif section:
                 tree[name] = of(section)
-            # Over a list Hydra would reject a single entry, which validation explains.
+            # With a list as default, Hydra would reject a single entry, which validation explains.
             elif name not in GATHERED and not field.is_required() and entry_of(field.annotation) is None:
                 tree[name] = plain(field.get_default(call_default_factory=True))
         return tree
@@ -233,7 +233,7 @@ def defaults() -> dict[str, Any]:
 
 
 def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    """A whole config, of any age, with every key that has a default."""
+    """Return a whole config of any version, with defaults for its missing keys."""
     whole = dict(tree)
     for key, default in defaults().items():
         if not isinstance(default, dict):
@@ -244,7 +244,7 @@ def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:
-    """Dotted keys in which two configs differ, but for secrets, `FREE_KEYS` and data that `moves`."""
+    """Return dotted keys that differ, except secrets, `FREE_KEYS` and, if `moves`, locations of data."""
     before, after = in_todays_keys(flatten(with_defaults(old))), flatten(with_defaults(new))
     if "split" not in old.get("data", {}):
         before["data.split"] = after.get("data.split")  # the checkpoint says how its data was split
@@ -256,7 +256,7 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = Fals
         if before.get(key) != after.get(key)
         and not lies_in(key, free_keys)
         and not any(is_secret(name) for name in key.split("."))
-        # What is masked is compared by its digest.
+        # Masked secrets are compared by their digests.
         and SECRET not in (before.get(key), after.get(key))
     )
 
@@ -267,7 +267,7 @@ def lies_in(key: str, sections: Iterable[str]) -> bool:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
+    """Flatten nested mappings into one, with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Shell completion: the scripts of the shells, and the words that they ask for."""
+"""Shell completion: the scripts for each shell, and the words that they request."""
