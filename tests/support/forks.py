@@ -65,6 +65,9 @@ class Forks:
             receiver.close()
             atexit._clear()  # what the first process leaves behind is its own
             self.sender = sender
+            from ptfast.launch import host_process  # loads torch, for which conftest sets the environment
+
+            host_process._forked = False  # torch had no threads yet that this process could miss
             self._run(session, files, name)
             atexit._run_exitfuncs()
             sender.send(("end", None))
