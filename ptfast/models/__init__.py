@@ -1,4 +1,4 @@
-"""Models, a file each, and the doors to other libraries."""
+"""Models, one per file, and adapters for models of other libraries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ptfast.core.sections.section import Count, Family, Fraction, Positive, Sect
 
 
 class Lora(Section):
-    """LoRA: small factors that train next to frozen linear layers, by the package peft."""
+    """LoRA: low-rank factors that train next to frozen linear layers, with the package peft."""
 
     rank: Count | None = None
-    """Width of the factors, such as 8; null trains the whole model."""
+    """Rank of the factors, such as 8; null trains the whole model."""
     alpha: Positive | None = None
     """The factors are scaled by alpha / rank; null for twice the rank."""
     dropout: Fraction = 0.0
@@ -28,11 +28,11 @@ class Model(TargetSection):
     replace_head: bool = False
     """Keep random weights in the last layer if the stored ones do not fit."""
     lora: Lora = Field(default_factory=Lora)
-    """Small factors that train in place of the model."""
+    """Low-rank factors that train instead of the whole model."""
 
 
 def panel(model: Model) -> dict[str, object]:
-    """What is left out as the model trains, and what is computed from the data."""
+    """Describe the layers that training drops at random, and the filters computed from the data."""
     names = ("drop_path", "drop_path_rate", "stochastic_depth_prob")
     side = model.target.kwargs.get("whitening")
     return {

@@ -17,18 +17,18 @@ from ptfast.core.sections.section import Count, OpenFraction
 class Airbench(nn.Module):
     """A whitening layer and three groups of 3x3 convolutions, made to reach 94 % on CIFAR-10 in 8 epochs.
 
-    The first filters of each convolution start as the identity, one for each input channel, and the scales of
-    the norms stay at 1. It has 2.0 M parameters; the network for 96 %, with widths of [128, 384, 512] and
-    three convolutions in a group, has 9.9 M. Images need 9x9 pixels, or 8x8 with patches of 3.
+    The first filters of each convolution start as the identity, one per input channel, and the norms' scales
+    stay at 1. It has 2.0 M parameters; the network for 96 %, with widths of [128, 384, 512] and three
+    convolutions per group, has 9.9 M. Images must have at least 9x9 pixels, or 8x8 with patches of 3.
 
     Args:
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data.
-        widths: channels of each group; its first convolution is followed by a pooling of 2x2.
+        widths: channels of each group; 2x2 pooling follows its first convolution.
         convolutions: convolutions per group, 2 or 3; a third is added to the output of the first.
-        whitening: side in pixels of the patches by which the fixed first layer is computed from the data.
-        norm_momentum: share of a batch in the running statistics of the norms.
-        logit_scale: factor of the logits.
+        whitening: side in pixels of the data's patches, from which the fixed first layer is computed.
+        norm_momentum: weight of each batch in the running statistics of the norms.
+        logit_scale: factor on the logits.
 
     Source: Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv:2404.00498.
     """
@@ -53,7 +53,7 @@ class Airbench(nn.Module):
         self.logit_scale = logit_scale
 
     def init_from_data(self, images: Tensor) -> None:
-        """Compute the whitening layer from `images` as they are trained on."""
+        """Compute the whitening layer from `images`, preprocessed as in training."""
         self.whiten.init_from_data(images)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Airbench(nn.Module):
 
 
 class Group(nn.Module):
-    """Convolutions, each with a norm and GELU, at half the height and width from the first one on."""
+    """Convolutions, each with a norm and GELU; pooling after the first halves height and width."""
 
     def __init__(self, in_channels: int, channels: int, convolutions: int, norm_momentum: float) -> None:
         super().__init__()
@@ -84,18 +84,18 @@ class Group(nn.Module):
 
 
 _AT_ONCE = 256
-"""Images whose patches are in memory together."""
+"""Number of images whose patches are in memory at once."""
 
 
 class Whitening(nn.Conv2d):
-    """A convolution whose outputs are uncorrelated and of one size on the data, each with its negative.
+    """A convolution whose outputs on the data are uncorrelated and equally large, each with its negative.
 
-    Neighboring pixels are nearly alike, and a first layer spends its first epochs on learning to tell them
-    apart. Here it begins with the answer: filters are the eigenvectors of the covariance of patches, over the
-    root of their eigenvalues. They are never trained, which saves their gradients; a bias is. They are random
-    until `init_from_data` has seen inputs.
+    Neighboring pixels are nearly alike, and an ordinary first layer spends its first epochs learning to tell
+    them apart. Here, the filters are computed: the eigenvectors of the patches' covariance, divided by the
+    square roots of their eigenvalues. Filters are frozen, which saves their gradients; the bias trains. They
+    are random until `init_from_data` is called.
 
-    A patch has `side` pixels. Outputs are as large as the images for 3, a row and a column smaller for 2.
+    Patches have `side` x `side` pixels. Outputs have the images' size for 3, one row and column less for 2.
 
     Source: Page 2018, "How to Train Your ResNet 8: Bag of Tricks"; Jordan 2024, arXiv:2404.00498.
     """
@@ -108,16 +108,16 @@ class Whitening(nn.Conv2d):
 
     @torch.no_grad()
     def init_from_data(self, images: Tensor) -> None:
-        """Take the filters from the patches of `images`, (batch, channels, height, width), as trained on."""
+        """Compute the filters from `images` (batch, channels, height, width), preprocessed as in training."""
         self.weight.copy_(whitening_filters(images, self.kernel_size[0]))
 
 
 def whitening_filters(images: Tensor, side: int, eps: float = 5e-4) -> Tensor:
-    """Filters that whiten the patches of `images`, and their negatives, the most varied direction first.
+    """Return filters that whiten the patches of `images`, most varied direction first, then their negatives.
 
-    They are (2 * channels * side**2, channels, side, side), on the CPU, in float64, for patches of `side`
-    pixels. The mean of a patch counts as variation, as in the sources. `eps` is added to every eigenvalue,
-    for directions in which the data hardly varies.
+    Their shape is (2 * channels * side**2, channels, side, side), in float64 on the CPU, for patches of
+    `side` x `side` pixels. The patches' mean is not subtracted, as in the sources. `eps` is added to every
+    eigenvalue, to limit the filters of directions in which the data hardly varies.
 
     Cost: about a second for 5,000 images of 32 x 32, and 130 MB for patches of 3 x 3.
     """

@@ -1,4 +1,4 @@
-"""Build the model of a run, and suggest the key that makes one fit the data."""
+"""Build the model of a run, and suggest keys that make it fit the data."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ptfast.models import Model
 
 
 def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> nn.Module:
-    """Construct the model, with what its constructor wants to know about the data filled in.
+    """Build the model, and fill in the facts about the data that its constructor takes.
 
     Args:
         target: the model's class, or a function that returns a module.
-        info: what the data says; each field that is known becomes the keyword of the same name.
-        pretrained: ask the constructor for published weights, with a fresh head where the classes differ.
+        info: facts about the data; each known field becomes the keyword of the same name.
+        pretrained: ask the constructor for published weights, with a fresh head if the classes differ.
 
     Raises:
-        ConfigError: the data does not say what the constructor needs or does not fit (C011), there are no
-            published weights (C012), a keyword that `**kwargs` hid is unknown (C002) or has a value that a
-            library rejects (C005), or the target gives something that is no module (C009).
+        ConfigError: the data lacks a fact that the constructor needs, or does not fit (C011); there are no
+            published weights (C012); a keyword passed through `**kwargs` is unknown (C002), or its value is
+            rejected by a library (C005); the target does not return a module (C009).
     """
     facts = info.facts()
     if info.task == "regression":
@@ -45,7 +45,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
     unset = {name: each for name, each in parameters.items() if name not in {*facts, *target.kwargs}}
     missing = [name for name, each in unset.items() if each.default is inspect.Parameter.empty]
     if "in_channels" in unset and info.kind in ("text", "tokens", "features"):
-        # Its default of 3 is for images.
+        # The default of 3 is meant for images.
         missing.append("in_channels")
     if missing:
         # The constructor would fail with a TypeError.
@@ -66,7 +66,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         if isinstance(error, TypeError) and "keyword argument" in str(error):
             raise _unknown_keyword(target, error) from error
         if not is_ours(target.path):
-            raise  # it is the user's, or named by the user
+            raise  # the error comes from the user's own target
         raise ConfigError("C005", summary_of(error), key="model", value=target.path) from error
     if not isinstance(model, nn.Module):
         what = f"gives a {type(model).__name__}, not a torch.nn.Module"
@@ -75,13 +75,13 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
 
 
 def lazy_tensors(model: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers of lazy layers, which have no sizes yet, by name."""
+    """Return the uninitialized parameters and buffers of lazy layers, by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor for name, tensor in tensors if is_lazy(tensor)}
 
 
 def size_lazy_layers(model: nn.Module, forward: Callable[[], Any]) -> None:
-    """Give lazy layers their sizes by `forward` in evaluation mode, which changes no statistics."""
+    """Initialize lazy layers by running `forward` in evaluation mode, which changes no statistics."""
     training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
@@ -93,14 +93,14 @@ def size_lazy_layers(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 
 def _unknown_keyword(target: Target, error: TypeError) -> ConfigError:
-    """C002 for a keyword that `**kwargs` hid, with the nearest one that the model or its library takes."""
+    """Return C002 for an unknown keyword in `**kwargs`, with the nearest one of the model or its library."""
     found = re.search(r"(unexpected|multiple values for) keyword argument\W.*?'(\w+)'", str(error))
     if found is None:
         return ConfigError("C002", f"the library does not take this ({error})", key="model")
     key, value = f"model.{found[2]}", target.kwargs.get(found[2])
     if found[1] != "unexpected":
         return ConfigError("C002", "the library sets this itself", key=key, value=value)
-    # The classes in the modules that have passed it on say what there is.
+    # The classes in the modules that passed the keyword on show which keywords exist.
     passed_on = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
     nearby = [each for names in passed_on for each in names.values() if isinstance(each, type)]
     here = {names["__name__"] for names in passed_on} - {Target.__module__}
@@ -117,7 +117,7 @@ _SIZES = ("image_size", "img_size", "input_size", "size")
 
 
 def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
-    """Return, as a sentence, settings of a failed model that contradict the data; None if there are none."""
+    """Return a sentence that suggests settings for a failed model that contradict the data, or None."""
     if info.kind not in ("image", "features") or info.input_shape is None:
         return None
     images, first, last = info.kind == "image", info.input_shape[0], info.input_shape[-1]

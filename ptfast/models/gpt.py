@@ -30,7 +30,7 @@ class Gpt(nn.Module):
     """
 
     takes_packed = True
-    """True: batches may be of packed documents."""
+    """Whether batches may contain packed documents."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Layers that models share: attention by the quickest kernel, transformer blocks, stochastic depth."""
+"""Layers that models share: attention with the fastest kernel, transformer blocks, stochastic depth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ varlen_attn: Any = None
 MAX_PLAIN_LENGTH = 256
 """Longest sequence for which plain matrix products beat the fused attention kernel on a CPU."""
 MIN_MEAN_LENGTH = 32
-"""Mean length of packed sequences from which a kernel of their own pays: it pads each to 128 in places."""
+"""Smallest mean length of packed sequences for `varlen_attn` to pay off: it pads each to 128 in places."""
 
 
 def attention(
@@ -28,20 +28,20 @@ def attention(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of `query`, `key` and `value`, (batch, heads, length, head_width) each.
+    """Return the attention of `query`, `key` and `value`, each (batch, heads, length, head_width).
 
     This is torch's fused kernel, except for short bfloat16 sequences on a CPU: there its backward pass is
     slow, and two batched matrix products around a softmax take a quarter of its time at 128 tokens,
     half at 256.
 
     Args:
-        mask: what each position may see, bool, which broadcasts to (batch, heads, length, length), or where
-            packed sequences start (`packed_mask`); None for everything. Every position must see something.
-        causal: without a mask: each position sees itself and those before it.
+        mask: bool, True where a position may attend; broadcasts to (batch, heads, length, length). Or the
+            starts of packed sequences (`packed_mask`). None for no mask. No row may be all False.
+        causal: without a mask, let each position attend only to itself and earlier ones.
     """
     batch, heads, length, width = query.shape
     if isinstance(mask, SequenceStarts):
-        # The views of a projection, laid end to end without a copy.
+        # Views of one projection, joined end to end without a copy.
         rows = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
         ends, longest = mask
         attended = varlen_attn(*rows, ends, ends, longest, longest)
@@ -62,37 +62,37 @@ def attention(
 
 
 def within_sequences(positions: Tensor) -> Tensor:
-    """Mask of what packed tokens may see, themselves and earlier ones: (batch, 1, length, length), bool.
+    """Return the causal mask within packed sequences: (batch, 1, length, length), bool.
 
-    `positions`, (batch, length), are those of the tokens in their sequences; 0 where one begins.
+    `positions`, (batch, length), are the positions of tokens in their sequences; 0 where one begins.
     """
     sequences = (positions == 0).cumsum(1)
     return (sequences[:, :, None] == sequences[:, None, :]).tril()[:, None]
 
 
 class SequenceStarts(NamedTuple):
-    """Where packed sequences start, for a kernel that computes nothing beyond each of them."""
+    """Starts of packed sequences, for a kernel that computes attention only within each of them."""
 
     starts: Tensor
-    """int32: of each in the tokens of all rows; then the number of tokens, as often as it takes."""
+    """int32: index of each sequence's first token among all rows, padded with the number of tokens."""
     longest: int
-    """No sequence has more tokens."""
+    """Upper bound of the tokens in a sequence."""
 
 
 def load_varlen_attention() -> None:
-    """Import the kernel that `packed_mask` may choose, before training, since that loads torch's compiler."""
+    """Import the kernel that `packed_mask` may choose; call this before training: it loads the compiler."""
     global varlen_attn
     with suppress(ImportError):  # before torch 2.10
         from torch.nn.attention import varlen
 
-        # Torch 2.10 has another name for it.
+        # The argument has another name in torch 2.10.
         windowed = "window_size" in inspect.signature(varlen.varlen_attn).parameters
         causal: dict[str, Any] = {"window_size": (-1, 0)} if windowed else {"is_causal": True}
         varlen_attn = partial(varlen.varlen_attn, **causal)
 
 
 def packed_mask(positions: Tensor, num_sequences: int, block: Block) -> Tensor | SequenceStarts:
-    """What packed tokens may see in `block`: themselves and earlier ones of their sequence.
+    """Return the causal mask within packed sequences, in the form that suits `block` and the device.
 
     On NVIDIA GPUs since Ampere, in half precision and without dropout, torch's kernel for sequences of
     unequal length takes their starts: its work grows with the squares of their lengths instead of the rows',
@@ -100,7 +100,7 @@ def packed_mask(positions: Tensor, num_sequences: int, block: Block) -> Tensor |
 
     Args:
         positions: (batch, length), of tokens in their sequences; 0 where one begins.
-        num_sequences: at most so many; 0 if unknown. The host never waits to count them.
+        num_sequences: upper bound of their number, so that the host need not count them; 0 if unknown.
 
     Source: Dao 2023, "FlashAttention-2", arXiv:2307.08691; torch.nn.attention.varlen.
     """
@@ -113,7 +113,7 @@ def packed_mask(positions: Tensor, num_sequences: int, block: Block) -> Tensor |
 
 
 def _has_varlen_kernel(device: torch.device, block: Block) -> bool:
-    """True if `varlen_attn` takes what `block` computes on `device`."""
+    """Return True if `varlen_attn` supports the attention of `block` on `device`."""
     if device.type != "cuda" or varlen_attn is None or torch.version.hip is not None:
         return False
     weight = block.attention_in.weight
@@ -132,8 +132,8 @@ def _has_varlen_kernel(device: torch.device, block: Block) -> bool:
 class Block(nn.Module):
     """Self-attention and a feed-forward layer, each behind a norm and added to its input.
 
-    `dropout` is of both branches, and of attention where that is causal. With `causal`, a token attends only
-    to earlier ones, and no layer has a bias.
+    `dropout` applies to both branches and, if `causal`, to attention. With `causal`, a token attends only to
+    itself and earlier ones, and no linear layer has a bias.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | SequenceStarts | None = None) -> Tensor:
         batch, length, width = x.shape
         heads = self.attention_in(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
-        # Parted before they are transposed: their gradients are joined in the order in which they are read.
+        # Split before transposing, so that gradients are joined in the order in which they are read.
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
         dropout = self.attention_dropout if self.training else 0.0
         attended = attention(query, key, value, mask=mask, causal=self.causal, dropout=dropout)
@@ -167,23 +167,23 @@ class Block(nn.Module):
 
 
 def drop_path(x: Tensor, rate: float) -> Tensor:
-    """The output of a residual branch, zero for samples drawn at random and larger for the rest.
+    """Zero a residual branch's output `x`, (batch, ...), for random samples, and scale it up for the rest.
 
-    Samples train networks of differing depth, which shortens the path of gradients and regularizes;
-    evaluation uses all of it. `rate`, in [0, 1), is the probability of a zero; the rest of `x`, (batch, ...),
-    is divided by 1 - rate, so that the mean stays.
+    Samples train networks of different depths, which shortens the path of gradients and regularizes;
+    evaluation uses the full depth. `rate`, in [0, 1), is the probability of a zero; other samples are divided
+    by 1 - rate, which preserves the mean.
 
     Cost: one product of the size of `x`; no arithmetic is skipped.
-    Source: Huang, Sun, Liu, Sedra, Weinberger 2016, arXiv:1603.09382, who draw once for a batch; drawn for
-        each sample as by timm's DropPath and torchvision's StochasticDepth in mode `row`.
+    Source: Huang, Sun, Liu, Sedra, Weinberger 2016, arXiv:1603.09382, who draw once per batch. Here, each
+        sample is drawn, as in timm's DropPath and torchvision's StochasticDepth in mode `row`.
     """
     kept = x.new_empty((x.shape[0], *[1] * (x.dim() - 1))).bernoulli_(1 - rate)
     return x * kept.div_(1 - rate)
 
 
 def rate_of_block(index: int, depth: int, rate: float) -> float:
-    """The drop-path rate of block `index` (from 0) of `depth`: rising in equal parts to `rate` at the last.
+    """Return the drop-path rate of block `index` (from 0) of `depth`, rising linearly to `rate` at the last.
 
-    Early blocks make features that all later ones use, and are dropped the least (section 4 of the paper).
+    Early blocks are dropped least, because all later blocks use their features (section 4 of the paper).
     """
     return rate * (index + 1) / depth

@@ -1,4 +1,4 @@
-"""LoRA: small factors that train next to frozen linear layers, by the package peft."""
+"""LoRA: low-rank factors that train next to frozen linear layers, with the package peft."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ptfast.optim.parameter_groups import layer_depths
 
 _TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 _READ = nn.modules.linear.NonDynamicallyQuantizableLinear
-"""The last layer of torch's attention, which reads its weight and does not call it."""
+"""The output layer of torch's attention, whose weight is read without calling the layer."""
 
 
 def add_adapters(model: nn.Module, lora: Lora, *, trains_head: bool) -> list[str]:
-    """Freeze `model` and add factors that train next to its linear layers, in place; return their names.
+    """Freeze `model`, add trainable factors to its linear layers in place, and return these layers' names.
 
-    A layer then computes `W x + alpha / rank * B A x`, where W is frozen and B begins at zero. With
+    A layer then computes `W x + alpha / rank * B A x`, where W is frozen and B starts at zero. With
     `trains_head` the last layer trains in full, unless it is a target. E004 without peft; C005 for a target
-    that matches no linear layer, C011 for a model without any.
+    that matches no linear layer; C011 for a model without linear layers below the last.
 
     Source: Hu et al. 2021, arXiv:2106.09685.
     """
@@ -59,7 +59,7 @@ def add_adapters(model: nn.Module, lora: Lora, *, trains_head: bool) -> list[str
 
 
 def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers that are called and whose weight is their own, those of GPT-2 included."""
+    """Return the linear layers that are called and do not share their weight, GPT-2's Conv1D included."""
     weights = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     named: Any = [(name, each) for name, each in model.named_modules() if name and type(each) is not _READ]
     linear = ((n, m) for n, m in named if isinstance(m, nn.Linear) or is_instance_of(m, *_TRANSPOSED))
@@ -67,7 +67,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matches(target: str, layers: dict[str, nn.Module]) -> list[str]:
-    """The layers of this name, with this end of the name or that match it as a regular expression."""
+    """Return the layers whose name equals `target`, ends with it or matches it as a regular expression."""
     what = "matches no linear layer"
     try:
         if found := [n for n in layers if f".{n}".endswith(f".{target}") or re.fullmatch(target, n)]:
@@ -79,7 +79,7 @@ def _matches(target: str, layers: dict[str, nn.Module]) -> list[str]:
 
 
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The `state` of an adapted model by plain names, with the factors added to their weights."""
+    """Return the `state` of an adapted model by plain names, with the factors merged into the weights."""
     layers: Any = ((name, each) for name, each in model.named_modules() if hasattr(each, "get_delta_weight"))
     for name, layer in layers:
         state[f"{name}.base_layer.weight"] += layer.get_delta_weight("default").detach()

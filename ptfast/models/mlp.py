@@ -21,12 +21,12 @@ class Mlp(nn.Module):
         input_shape: shape of one input without the batch, filled from the data.
         num_classes: outputs, filled from the data.
         hidden: width of each hidden layer; an empty list gives a linear model.
-        batch_norm: BatchNorm between each hidden layer and its ReLU.
+        batch_norm: add BatchNorm between each hidden layer and its ReLU.
         dropout: probability of zeroing a hidden activation, in [0, 1).
-        categories: sizes of a table's categorical columns, filled from the data: the last entries of an
-            input are category numbers, each of which is embedded.
-        target_scale: mean and standard deviation of the targets, filled from the data: outputs are in the
-            targets' unit, while the layers learn numbers around 0.
+        categories: sizes of a table's categorical columns, filled from the data. The last entries of an
+            input are category indices, each of which is embedded.
+        target_scale: mean and standard deviation of the targets, filled from the data. Outputs are in the
+            targets' unit, while the layers learn standardized values.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Mlp(nn.Module):
             widths = [min(600, round(1.6 * size**0.56)) for size in categories]
             self.embeddings = nn.ModuleList(map(nn.Embedding, categories, widths))
             for weight in self.embeddings.parameters():
-                # Categories that training has not seen count for nothing.
+                # Categories that training has not seen have no effect.
                 nn.init.zeros_(weight.data[0])
             width += sum(widths) - len(widths)
         for next_width in hidden:

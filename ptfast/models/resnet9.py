@@ -11,14 +11,14 @@ from ptfast.core.sections.section import Count
 class ResNet9(nn.Module):
     """Eight convolutions and a linear layer, with two residual pairs, for images of 8x8 pixels and up.
 
-    Wide and shallow: fewer, larger operations than a ResNet-20, so that an accelerator is kept busy. At width
+    It is wide and shallow: fewer, larger operations than in a ResNet-20 keep an accelerator busy. At width
     64 it has 6.6 M parameters; the source reports 94 % on CIFAR-10 in 24 epochs.
 
     Args:
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data.
         width: channels of the first layer; doubled three times.
-        logit_scale: factor of the logits, which slows the growth of the last layer at high learning rates.
+        logit_scale: factor on the logits, which slows the growth of the last layer at high learning rates.
 
     Source: David Page 2018, "How to Train Your ResNet"; the winning entry of DAWNBench.
     """
@@ -50,7 +50,7 @@ class ResNet9(nn.Module):
 
 
 def conv(in_channels: int, out_channels: int) -> nn.Sequential:
-    """A 3x3 convolution with batch norm and ReLU."""
+    """Return a 3x3 convolution with BatchNorm and ReLU."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),

@@ -14,7 +14,7 @@ class ResNetCifar(nn.Module):
     """ResNet-20, 32, 44, 56 or 110 with parameter-free shortcuts (option A of the paper).
 
     Three stages of `(depth - 2) / 6` basic blocks at full, half and quarter resolution. ResNet-20 has 0.27 M
-    parameters and reaches 91.25 % on CIFAR-10 in the paper. Any image size works, 8x8 digits included.
+    parameters and reaches 91.25 % on CIFAR-10 in the paper. It takes images of any size, even 8x8 digits.
 
     Args:
         num_classes: outputs, filled from the data.

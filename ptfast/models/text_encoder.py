@@ -11,10 +11,10 @@ from ptfast.models.layers import Block
 
 
 class TextEncoder(nn.Module):
-    """Averages and maxima of word vectors, after as many transformer blocks as are asked for.
+    """A classifier of the mean and maximum of word vectors, after `depth` transformer blocks.
 
-    Without blocks (the default) it ignores the order of words and trains in seconds, which with a few
-    thousand sentences is hard to beat. Whole words are dropped in training.
+    Without blocks (the default) it ignores word order and trains in seconds, which is hard to beat with a few
+    thousand sentences. Training drops whole words.
 
     Args:
         vocab_size: number of token ids, filled from the data.
@@ -25,7 +25,7 @@ class TextEncoder(nn.Module):
         depth: number of transformer blocks.
         heads: attention heads per block; must divide `width`.
         dropout: probability of zeroing an activation, in [0, 1).
-        word_dropout: probability of leaving out a word in training, in [0, 1).
+        word_dropout: probability of dropping a word in training, in [0, 1).
 
     Source: Iyyer et al. 2015, "Deep Unordered Composition Rivals Syntactic Methods for Text Classification".
     """
@@ -46,7 +46,7 @@ class TextEncoder(nn.Module):
         if depth and width % heads:
             raise ConfigError("C005", f"does not divide model.width={width}", key="model.heads", value=heads)
         self.pad_id, self.word_dropout = pad_id, word_dropout
-        # Without blocks nothing depends on positions, and any length will do.
+        # Without blocks nothing depends on positions, and any length works.
         self.context_length = context_length if depth else None
         self.embedding = nn.Embedding(vocab_size, width, padding_idx=pad_id)
         nn.init.normal_(self.embedding.weight, std=0.1)
@@ -70,7 +70,7 @@ class TextEncoder(nn.Module):
             x = x + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x, present[:, None, None])
-        # Mean and maximum over the tokens that are there.
+        # Mean and maximum over the tokens that are neither padding nor dropped.
         present = present[:, :, None]
         mean = (x * present).sum(1) / present.sum(1).clamp(min=1)
         maximum = x.masked_fill(~present, torch.finfo(x.dtype).min).max(1).values

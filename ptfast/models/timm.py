@@ -19,7 +19,7 @@ def build(
         name: as in `timm.list_models()`, optionally with a tag of its weights after a dot.
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data.
-        pretrained: start from the published weights; timm makes the head and the first layer fit.
+        pretrained: start from the published weights; timm adapts the head and the first layer.
         kwargs: further keywords of `timm.create_model`, such as `img_size` or `drop_path_rate`.
 
     Raises:

@@ -12,7 +12,7 @@ from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.sections.section import Count
 
 _AUXILIARY = ("googlenet", "inception_v3")
-"""Classifiers with auxiliary heads, whose outputs in training would be no logits."""
+"""Classifiers with auxiliary heads, whose outputs in training would not be plain logits."""
 
 
 def build(
@@ -24,7 +24,7 @@ def build(
         name: as in `torchvision.models.list_models(module=torchvision.models)`, or of its `segmentation`.
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data; if not 3, the first layer changes.
-        pretrained: start from the best published weights, with a fresh head where the classes differ.
+        pretrained: start from the best published weights, with a fresh head if the classes differ.
         kwargs: keywords of the torchvision builder or class, such as `dropout`.
 
     Raises:
@@ -41,7 +41,7 @@ def build(
             hint = "Name it by model._target_, and a task of your own by task=mine.Task"
         raise ConfigError("C003", what, key="model.name", value=name, suggestion=hint)
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        # Its default is to download them.
+        # By default, the builder downloads the backbone's weights.
         kwargs = {"weights_backbone": None, **kwargs}
     elif name in _AUXILIARY:
         kwargs = {"aux_logits": False, "init_weights": True, **kwargs}
@@ -57,7 +57,7 @@ def build(
             published = weights.get_state_dict(progress=False, check_hash=True)
         except OSError as error:
             raise ConnectionError(f"{weights.url}: {error}") from None
-        # What differs in shape is the head.
+        # Only the head differs in shape.
         own = model.state_dict()
         fits = {
             key: value for key, value in published.items() if key in own and value.shape == own[key].shape
@@ -65,7 +65,7 @@ def build(
         model.load_state_dict(fits, strict=False)
     if in_channels != 3:
         first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-        # A gray image gives the same outputs as it gave as RGB.
+        # A gray image then gives the same outputs as its RGB version did.
         weight = first.weight.detach().sum(1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
         first.weight, first.in_channels = nn.Parameter(weight), in_channels
     return model

@@ -25,13 +25,13 @@ HEADS = {
     "token_classification": "AutoModelForTokenClassification",
     "language_modelling": "AutoModelForCausalLM",
 }
-"""The family of transformers classes with the head that a task needs."""
+"""The transformers class that builds a model with the head of each task."""
 
 
 class HfModel(nn.Module):
-    """Gives a transformers model the one-tensor interface of every other model here.
+    """Wraps a transformers model in the one-tensor interface of the other models.
 
-    Images go in as `pixel_values`, all else as `input_ids`, of which padding (`pad_id`) is masked.
+    Images are passed as `pixel_values`, other inputs as `input_ids`, with padding (`pad_id`) masked.
     """
 
     def __init__(self, model: nn.Module, kind: str = "text", pad_id: int | None = None) -> None:
@@ -39,7 +39,7 @@ class HfModel(nn.Module):
         self.model, self.kind, self.pad_id = model, kind, pad_id
 
     def forward(self, inputs: Tensor | None = None, **keywords: Any) -> Any:
-        """Map inputs to logits. Given keywords of the model instead, return what the model itself returns."""
+        """Map inputs to logits; with only keywords of the model, return the model's own output."""
         if inputs is None:
             return self.model(**keywords)
         if self.kind == "image":
@@ -61,14 +61,14 @@ def build(
 
     Args:
         name: a model on the hub (`distilbert-base-uncased`), a folder, or a bare architecture (`distilbert`),
-            whose sizes then are keywords here.
+            whose sizes are then given as keywords.
         info: facts about the data, filled in: kind and task choose the head; the vocabulary grows if the data
             has more token ids.
         num_classes: outputs, filled from the data.
         pad_id: token id of padding, filled from the data.
         pretrained: start from the published weights, with a fresh head.
         kwargs: fields of the model's config, such as `num_hidden_layers` or `vocab_size`. The config is built
-            with them, so that fields it derives from others follow.
+            with them, so that its derived fields follow.
 
     Raises:
         MachineError: transformers is not installed (E004), or the model cannot be fetched (E005).
@@ -108,7 +108,7 @@ def _config(
     pad_id: int | None,
     kwargs: dict[str, Any],
 ) -> Any:
-    """The config of a model, with the user's fields and those that the data decides."""
+    """Return the config of a model, with the user's fields and those that the data determines."""
     written: dict[str, Any] = {}
     try:
         if name in transformers.CONFIG_MAPPING:
@@ -128,16 +128,16 @@ def _config(
         fields["vocab_size"] = info.vocab_size
     if info.task != "language_modelling":
         fields["num_labels"] = num_classes
-    # A config may know a size by a second name, from which its constructor derives nothing.
+    # A config may have an alias for a size; its constructor ignores aliases when it derives other fields.
     given = {config.attribute_map.get(key, key): value for key, value in kwargs.items()}
     fields = {key: value for key, value in fields.items() if value is not None} | given
     if "num_labels" in fields:
-        # They name the classes of the published head.
+        # These name the classes of the published head.
         written = {key: value for key, value in written.items() if key not in ("id2label", "label2id")}
     try:
         return type(config).from_dict(_merged(written, fields))
     except Exception as error:
-        # The first lines tell which check has failed.
+        # The first lines only name the check that failed.
         lines = text_of(error).strip().splitlines() or [type(error).__name__]
         what = f"the config of {name} rejects this ({lines[-1].strip().rstrip('.')})"
         key = next((key for key in kwargs if key in re.findall(r"\w+", text_of(error))), "name")
@@ -145,10 +145,10 @@ def _config(
 
 
 def _check_tokenizer(name: str, info: DataInfo) -> None:
-    """Raise a C011 if the data was not read by the tokenizer of the published weights."""
+    """Raise C011 unless the data was tokenized with the tokenizer of the published weights."""
     tokenizer = info.extra.get("tokenizer")
     used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
-    # A user's own `tokenizer.json` is trusted to be that of the model.
+    # A user's own `tokenizer.json` is assumed to be the model's.
     if used != name and not used.endswith(".json"):
         own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
         what = f"the weights of {name} know only the tokens of its own tokenizer"
@@ -157,7 +157,7 @@ def _check_tokenizer(name: str, info: DataInfo) -> None:
 
 
 def _merged(written: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """`written` with `fields` in place of its own; of a nested config, with those that are given."""
+    """Return `written` updated with `fields`; a nested config is updated field by field."""
     nested = {
         key: _merged(written[key], value)
         for key, value in fields.items()

@@ -1,4 +1,4 @@
-"""Warm start: published or saved weights into a model, with a fresh head where the classes differ."""
+"""Warm start: load saved weights into a model, with a fresh head if the classes differ."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ NUM_SHOWN = 3
 def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = False) -> list[str]:
     """Copy the weights in `source` into `model`, in place.
 
-    Nothing in the file can run code, and damage is found by its checksums. Prefixes that `torch.compile` and
-    data parallel wrappers leave in names are removed.
+    The file cannot run code, and checksums detect damage. Prefixes that `torch.compile` and data-parallel
+    wrappers leave in names are removed.
 
     Args:
-        source: a `.pt` or `.safetensors` file, a run directory (its best state, else its last), or a folder
-            of one state, by one rank or several; averaged weights (`ema`) are taken where the state has them.
-        replace_head: leave layers that differ only in their number of outputs as they were initialized.
+        source: a `.pt` or `.safetensors` file, a run directory (its best checkpoint, else its last), or the
+            folder of one checkpoint, by one rank or several. Averaged weights (`ema`) are used if present.
+        replace_head: keep the initial weights of layers that differ only in their number of outputs.
 
     Returns:
-        Lines for the user.
+        Messages for the user.
 
     Raises:
         SavedStateError: there is no such file (S004), it is damaged or contains pickled objects (S001), or it
@@ -46,24 +46,24 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
         weights = map_tensors(whole, model_part)
     else:
         weights, training = _read(path), {}
-        # A run stands for its averaged weights, if it has any; a file stands for itself.
+        # For a run, use its averaged weights, if any; for a file, use its own weights.
         if not Path(source).is_file() and path.with_name("training.pt").is_file():
             training = _read_pt(path.with_name("training.pt"))
     average = training.get("ema", {})
-    # Before the first update they are the weights that training began with.
+    # Before the first update, the averages are only the initial weights.
     averages = map_tensors(whole, average["averages"]) if average.get("updates") else {}
     weights = _plain_names(model, weights | averages)
     head, fresh = _check_fit(model, weights, path, replace_head)
     model.load_state_dict({name: value for name, value in weights.items() if name not in head}, strict=False)
     kind = "averaged weights" if averages else "weights"
-    # Only a run's folder leaves open which of its checkpoints it stands for.
+    # A run's folder, unlike a file, does not tell which checkpoint was chosen.
     facts = {} if Path(source).is_file() else read_json(path.with_name("state.json"))
     which = f" ({name_checkpoint(path.parent, facts)})" if "progress" in facts else ""
     return [f"{kind} from {path}{which}", *(f"fresh head: {line}" for line in fresh)]
 
 
 def _plain_names(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights without the prefixes of `torch.compile` and DDP; a part of the model may be called so, too."""
+    """Return `weights` without the prefixes of `torch.compile` and DDP, unless the model has them itself."""
     own = model.state_dict()
     weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     while weights and all(name.startswith("module.") and name not in own for name in weights):
@@ -74,7 +74,7 @@ def _plain_names(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tens
 def _check_fit(
     model: nn.Module, weights: dict[str, Tensor], path: Path, replace_head: bool
 ) -> tuple[list[str], list[str]]:
-    """The weights that stay random because only the number of outputs differs, and a line for each.
+    """Return weights that stay random because only the number of outputs differs, and a message for each.
 
     Raises:
         SavedStateError: S002 for weights that do not fit.
@@ -108,7 +108,7 @@ def _check_fit(
 
 def _find_file(source: Path) -> Path:
     if source.is_file():
-        # The file of one rank is a part of the state around it.
+        # The file of one rank is only a part of the checkpoint in its folder.
         tree = source.resolve().with_name(TREE)
         return tree if tree.is_file() else source.resolve()
     for folder in ("saved/best", "saved/last", "best", "last", "."):
@@ -121,7 +121,7 @@ def _find_file(source: Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The named tensors of one file, on the CPU."""
+    """Return the named tensors of one file, on the CPU."""
     if path.suffix == ".safetensors":
         try:
             content = load_file(path, device="cpu")
@@ -139,7 +139,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _read_pt(path: Path) -> Any:
     try:
-        # torch does not compare checksums: a flipped bit would become a wrong weight.
+        # torch does not verify checksums: a flipped bit would become a wrong weight.
         check_stored(path)
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

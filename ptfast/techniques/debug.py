@@ -10,7 +10,7 @@ from ptfast.core.sections.section import Count, Family, Natural, Section, Unused
 
 
 class Debug(Section):
-    """Inspections of a run that slow it down without changing it."""
+    """Debugging aids that slow a run down without changing its results."""
 
     mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck"] = "none"
     """The aid: find NaN, profile operators and memory, mark phases for Nsight Systems, or check gradients."""
@@ -25,7 +25,7 @@ class Debug(Section):
 
 
 def marks_for_a_gpu(debug: Debug, device: str) -> PtfastError | None:
-    """Reject marks for Nsight if no CUDA device is used."""
+    """Reject marks for Nsight Systems if the run does not use a CUDA device."""
     if debug.mode != "nvtx" or devices.usable_type(device) == "cuda":
         return None
     what, hint = "marks need a CUDA device, but the run uses another device", "Use debug=profiler"

@@ -30,7 +30,7 @@ class Backend(Section):
 
 
 def repeatable_kernels(backend: Backend) -> PtfastError | None:
-    """Reject choosing kernels by timing where bits must repeat."""
+    """Reject kernel selection by timing if results must be deterministic."""
     if not (backend.deterministic and backend.cudnn_benchmark is True):
         return None
     what = "kernels chosen by timing differ from run to run, which backend.deterministic forbids"

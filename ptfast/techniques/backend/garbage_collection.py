@@ -1,4 +1,4 @@
-"""Python's garbage collector, which can wait until a row of steps is over."""
+"""Python's garbage collector, which can wait until a segment of steps ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Collector:
     """Python's garbage collector, which runs as usual, or only between segments of steps if it `waits`.
 
     Most objects that exist after the warm-up last as long as the run. They are frozen, so that collections
-    skip them. A collector that is off and objects that are frozen already stay as they are.
+    skip them. If the collector is already off, it stays off; objects that are already frozen stay frozen.
     """
 
     def __init__(self, waits: bool) -> None:
@@ -24,13 +24,13 @@ class Collector:
 
     @contextmanager
     def waiting(self, clock: Clock) -> Iterator[None]:
-        """A context without collections. At its end garbage is collected, but at most once a second."""
+        """Disable collections inside this context; collect at its end, but at most once per second."""
         if not self.waits or not gc.isenabled():
             yield
             return
         if self._freezes is None:
             clock.to("logging")
-            # Asked once: Python counts the frozen objects one by one.
+            # Checked only once: Python counts the frozen objects one by one.
             self._freezes = not gc.get_freeze_count()
             if self._freezes:
                 gc.collect()

@@ -20,7 +20,7 @@ from ptfast.core.tensors.trees import tensors_in
 from ptfast.techniques.backend import Backend
 
 MOST_SHAPES = 8
-"""Number of input shapes up to which a kernel search pays: full and last batches, a few image sizes."""
+"""Most input shapes for which a kernel search pays off: full and last batches, a few image sizes."""
 
 
 def apply_backend(
@@ -32,13 +32,13 @@ def apply_backend(
 ) -> None:
     """Set torch's process-wide switches, before anything runs on the device.
 
-    `threads=auto` takes an equal share of the usable cores for each local rank, without those that other
-    processes keep busy: a thread that waits for a core delays all others. Their number
-    changes the order of sums, so a resumed run keeps it. `cudnn_benchmark=auto` lets cuDNN time its kernels
-    until `watch_shapes` has seen too many shapes.
+    `threads=auto` divides the usable cores equally among local ranks, without the cores that other
+    processes keep busy: a thread that waits for a core delays all others. The number of threads changes the
+    order of sums, so a resumed run keeps it. `cudnn_benchmark=auto` lets cuDNN time its kernels until
+    `watch_shapes` has seen too many shapes.
 
     Args:
-        choices: take what `auto` becomes.
+        choices: records the values chosen for `auto`.
     """
     choices, deterministic = choices or AutoChoices(), backend.deterministic
 
@@ -49,12 +49,12 @@ def apply_backend(
         return count, f"others keep {busy:.1f} of {usable_cores()} cores busy" if crowded else ""
 
     torch.set_num_threads(choices.resolve("backend.threads", backend.threads, int, choose_threads))
-    # On a GPU there were already too many shapes.
+    # An earlier part of this run, on a GPU, has seen too many shapes.
     began_on = choices.began_with("device", str)
     had_many = began_on == "cuda" and choices.began_with("backend.cudnn_benchmark", bool) is False
     benchmark = not had_many if backend.cudnn_benchmark == "auto" else backend.cudnn_benchmark
     if deterministic:
-        # cuBLAS reads this when it first makes a handle.
+        # cuBLAS reads this when it creates its first handle.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():
         # Checked first because the call imports the compiler, which takes seconds.
@@ -74,7 +74,7 @@ def apply_backend(
 def watch_shapes(
     batches: Iterator[StepBatch], turn_off: Callable[[], None], most: int = MOST_SHAPES
 ) -> Iterator[StepBatch]:
-    """Yield the same batches; call `turn_off` once, when inputs have had more than `most` shapes.
+    """Yield the same batches, and call `turn_off` once inputs have had more than `most` shapes.
 
     cuDNN's search runs every kernel on every new shape, which takes as long as tens of steps.
 
@@ -137,7 +137,7 @@ def allow_cudnn_attention(
 ) -> None:
     """Allow or forbid cuDNN's attention on a GPU.
 
-    On new GPUs torch prefers cuDNN's attention, which plans for every new shape: a tenth of a second each.
+    On new GPUs torch prefers cuDNN's attention, which takes a tenth of a second to plan for each new shape.
     """
     if device.type != "cuda":
         return
@@ -150,7 +150,7 @@ def reuse_memory() -> bool:
     """Keep memory that this process frees for its next allocation; return True if its C library can do so.
 
     glibc returns freed memory to the system, which clears and maps the pages of activations again in each
-    step. With this setting it does not, and the process stays as large as at its peak.
+    step. With this setting it keeps that memory, so the process stays at its peak size.
 
     Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_MAX`.
     """

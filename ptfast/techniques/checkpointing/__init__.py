@@ -11,7 +11,7 @@ from ptfast.techniques.compile import Compile
 
 
 class Checkpointing(Section):
-    """Recomputing activations in the backward pass."""
+    """Recomputation of activations in the backward pass."""
 
     mode: Literal["none", "full", "every_n", "selective", "budget"] = "none"
     """The part to recompute: all blocks, every n-th one, their cheap parts, or the compiler's choice."""
@@ -24,7 +24,7 @@ class Checkpointing(Section):
 
 
 def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> PtfastError | None:
-    """Reject a budget without a compiler, and a mode without its setting."""
+    """Reject a memory budget without compilation, and a mode without its setting."""
     mode = checkpointing.mode
     if mode == "budget" and compile.mode == "none":
         what = "only the compiler can follow a memory budget"

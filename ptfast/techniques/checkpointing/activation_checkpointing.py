@@ -27,7 +27,7 @@ KEPT_OPS = [
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     )
 ]
-"""Operations whose results `selective` keeps: they take much arithmetic for little memory."""
+"""Operations whose results `selective` keeps: they are costly to compute but take little memory."""
 Policy = torch_checkpoint.CheckpointPolicy
 
 Buffers = list[tuple[nn.Module, dict[str, "Tensor | None"]]]
@@ -94,12 +94,12 @@ def apply_checkpointing(
 
 
 def apply_memory_budget(budget: float | None) -> None:
-    """Let the compiler keep the share `budget`, in (0, 1), of its saved activations; None keeps all.
+    """Let the compiler keep the fraction `budget`, in (0, 1), of its saved activations; None keeps all.
 
-    It recomputes first where little work frees much memory, within fused kernels too. Source: PyTorch
+    It first recomputes where little work frees much memory, also within fused kernels. Source: PyTorch
     blog, March 2025, "Current and New Activation Checkpointing Techniques in PyTorch".
     """
-    # None only has to undo the budget of an earlier run in this process.
+    # None only needs to undo the budget of an earlier run in this process.
     if budget is not None or "torch._functorch.config" in sys.modules:
         import torch._functorch.config as functorch
 
@@ -112,7 +112,7 @@ def apply_memory_budget(budget: float | None) -> None:
 
 @contextmanager
 def naming_mismatch(mode: str) -> Iterator[None]:
-    """Raise C011 if a block computes something else the second time."""
+    """Raise C011 if the recomputation of a block differs from its first forward pass."""
     try:
         yield
     except torch_checkpoint.CheckpointError as error:
@@ -126,9 +126,9 @@ class CheckpointedForward:
 
     Recomputation must not change the block's buffers. Norms, which write running statistics without reading
     them, write to a scratch copy instead. Other modules that write (spectral norm's vectors) are detected in
-    the first forward pass, and start from copies made before.
+    the first forward pass, and are recomputed from copies of their earlier buffers.
 
-    It is an object, not a closure: in a copy of the block it calls the layers of the copy.
+    It is an object, not a closure, so that in a copy of the block it calls the layers of the copy.
     """
 
     def __init__(self, block: nn.Module, *, selective: bool) -> None:
@@ -140,7 +140,7 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        # It exists only after a model has asked for it.
+        # This operator exists only after a model has loaded it.
         varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
         kept = KEPT_OPS if varlen is None else [*KEPT_OPS, varlen.default]
         contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, partial(choose, kept))
@@ -159,7 +159,7 @@ class CheckpointedForward:
         keeping, reusing = contexts() if self.selective else (nullcontext(), nullcontext())
         recomputing = Recomputing(self.scratch, before, reusing)
 
-        # It keeps no input, because torch releases inputs during the backward pass.
+        # `call` keeps no reference to inputs, because torch releases them during the backward pass.
         num_args, names = len(args), tuple(kwargs)
 
         def call(*values: Any) -> Any:
@@ -182,7 +182,7 @@ class CheckpointedForward:
 
 
 def choose(kept: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Decide how `selective` treats the result of an operation, if it keeps those of `kept`."""
+    """Return whether `selective` saves or recomputes the result of `op`, given the operations it keeps."""
     if op not in kept:
         return Policy.PREFER_RECOMPUTE
     names = [argument.name for argument in op._schema.arguments]
@@ -193,7 +193,7 @@ def choose(kept: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any
 
 @dataclass
 class Recomputing:
-    """The context of a recomputation: copies of the block's buffers, and the results that were kept."""
+    """The context of a recomputation, with copies of the block's buffers and the saved results."""
 
     scratch: Buffers
     before: Buffers

@@ -20,18 +20,17 @@ from ptfast.techniques.repeated_blocks import find_blocks
 Mode = Literal["blocks", "model", "reduce_overhead", "max_autotune"]
 
 MANY_SHAPES = 3
-"""Number of recompilations of everything, beyond the usual one for an epoch's last batch."""
+"""Recompilations per graph from which shapes change too often; an epoch's last batch causes one."""
 
 
 class Compilation:
     """The compiled parts of a run, and the number of compilations.
 
     Fewer, fused kernels touch memory less often and need less Python to launch. Only training is compiled:
-    evaluations use the plain model, so `ptfast eval` repeats their metrics, and save a minute of compiling.
+    evaluations use the plain model, which saves a minute, and `ptfast eval` reproduces their metrics.
 
-    A shape runs the same code wherever a run begins, so that a resumed run gives the same bits as one never
-    stopped: every shape has its own code, or (`dynamic`) all share one from the start. Dropout draws other
-    masks than without a compiler.
+    Each shape has its own graph, or (`dynamic`) all shapes share one from the start. A resumed run therefore
+    gives the same bits as an uninterrupted one. Dropout draws different masks than without a compiler.
 
     If a step `accumulates` several micro-batches on a rank, a CUDA graph would silently overwrite the
     gradients of the previous one: C011 for `reduce_overhead`. E005 if a tool or device is missing.
@@ -49,8 +48,8 @@ class Compilation:
         self.mode: Mode = mode
         self.blocks: dict[str, nn.Module] = {}
         self.options: dict[str, Any] = {"dynamic": dynamic}
-        # Else a fused kernel keeps float32 where the plain step rounds, and compares it with rounded numbers:
-        # `amax` then has a wrong gradient, or NaN, in bf16.
+        # Otherwise a fused kernel compares float32 values with values that the plain step rounds to bf16,
+        # and the gradient of `amax` is wrong or NaN.
         from torch._inductor import config as settings
 
         settings.emulate_precision_casts = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,7 +88,7 @@ class Compilation:
 
     @contextmanager
     def booking(self, clock: Clock) -> Iterator[None]:
-        """Book compilation inside this context as `warm_up` on `clock`, in whichever step it happens."""
+        """Count compilation inside this context as `warm_up` on `clock`, in whichever step it happens."""
         from torch._dynamo.callback import callback_handler
 
         before: list[str | None] = []
@@ -121,11 +120,11 @@ class Compilation:
 
     @property
     def num_recompiled(self) -> int:
-        """Number of graphs compiled since."""
+        """Number of graphs compiled after the first step."""
         return 0 if self._at_start is None else num_compiled() - self._at_start
 
     def complaint(self, step_s: float, num_steps: int) -> str | None:
-        """Advise about shapes that change often, or a run too short to repay compilation; each once."""
+        """Return advice, each once, on shapes that change often or a run too short to repay compilation."""
         advice = {"shapes": self._advice(), "length": ""}
         trained_s = step_s * num_steps
         if self._start_s > trained_s:
@@ -141,7 +140,7 @@ class Compilation:
         return None
 
     def _advice(self) -> str:
-        """Advise if shapes change too often."""
+        """Return advice if shapes change too often."""
         if self.num_recompiled < MANY_SHAPES * max(self.num_graphs, 1):
             return ""
         hint = "pad inputs to few shapes" if self.options["dynamic"] else "set compile.dynamic=true"

@@ -19,7 +19,7 @@ class Stages(NamedTuple):
     """A size that grows in stages."""
 
     values: tuple[int, ...]
-    """Rising."""
+    """Sizes in increasing order."""
     starts: tuple[int, ...]
     """The first step, from 0, of each value."""
 
@@ -28,7 +28,7 @@ class Stages(NamedTuple):
 
 
 def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
-    """About equal stages from `first` by multiples of `multiple` to `last`, which begins at `over_steps`."""
+    """Return equal stages from `first` by multiples of `multiple` to `last`, which starts at `over_steps`."""
     values = (first, *range((first // multiple + 1) * multiple, last, multiple), last)
     return Stages(values, tuple(index * over_steps // (len(values) - 1) for index in range(len(values))))
 
@@ -98,9 +98,9 @@ class Truncation:
 
 
 def build_resize(first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo) -> Resize:
-    """Return images that grow from `first` pixels of the shorter side (`auto`: half) to the data's own size.
+    """Return a `Resize` from `first` pixels of the shorter side (`auto`: half) to the data's own size.
 
-    C011 if there are no images, or they are not larger.
+    C011 if the data has no images, or no larger ones.
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
@@ -120,7 +120,7 @@ def build_resize(first: int | Literal["auto"], multiple: int, over_steps: int, i
 def build_truncation(
     first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo
 ) -> Truncation:
-    """Return sequences that grow from `first` tokens (`auto`: a quarter) to the data's own length.
+    """Return a `Truncation` from `first` tokens (`auto`: a quarter) to the data's own length.
 
     C011 if the data is not text for language modeling, or its sequences are not longer.
     """

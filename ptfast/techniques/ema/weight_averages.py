@@ -20,8 +20,8 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 class Average:
     """The base class of averages: how they track weights, are swapped in, and are saved.
 
-    It averages the trainable parameters and the saved buffers of finite floating-point numbers of a plain
-    model; half-width ones in float32. An instance of the base can load and swap in any kind of saved average.
+    It averages a plain model's trainable parameters and its saved floating-point buffers if they are finite;
+    half-precision ones in float32. The base class itself can load and swap in any kind of saved average.
     """
 
     extendable = True
@@ -58,7 +58,7 @@ class Average:
         raise NotImplementedError
 
     def _follow(self, share: float | Tensor, skipped: Tensor | None) -> None:
-        """Move the averages by `share` of the way to the weights, unless the step was `skipped`."""
+        """Move the averages by the fraction `share` toward the weights, unless the step was `skipped`."""
         if skipped is None:
             torch._foreach_lerp_(self._averages, self._wide_weights(), float(share))
             self._updates += 1
@@ -136,9 +136,9 @@ class Average:
 class MovingAverage(Average):
     """Running average `average <- decay * average + (1 - decay) * weight`, over about 1 / (1 - decay) steps.
 
-    It includes the statistics of BatchNorm. The first update copies, so the random initial weights have no
-    influence. Skipped steps do not count. With `warmup`, update k keeps at most `1 - k ** (-2/3)`, so the
-    average also covers only the latest part of a short run, as timm's ModelEmaV3 does.
+    It includes BatchNorm's statistics. The first update copies the weights, so the random initial weights
+    have no influence. Skipped steps do not count. With `warmup`, update k keeps at most `1 - k ** (-2/3)`,
+    so that even in a short run the average covers only the latest part, as in timm's ModelEmaV3.
 
     Cost: one pass over the weights per step, in a few kernels; with fp16 gradient scaling two more passes,
     and memory for a temporary copy. Source: Polyak, Juditsky 1992; same values as
@@ -154,19 +154,19 @@ class MovingAverage(Average):
         if skipped is None:
             self._follow(max((self._updates + 1) ** self._power, self._share), None)
             return
-        # On the device even right after a resume, although the number is known here then.
+        # Keep the count on the device even right after a resume, when the host knows it.
         number = self._updates + 1.0 + 0 * skipped
         self._follow(number.pow(self._power).clamp(min=self._share), skipped)
 
 
 class Swa(Average):
-    """Average with equal weights, of the model's weights at equal distances over the end of a run.
+    """Average, with equal weights, of the model at regular intervals near the end of a run.
 
-    At a high learning rate, weights move around a wide minimum, whose middle generalizes better. The
-    statistics of BatchNorm are measured for the average before it is evaluated or saved.
+    At a high learning rate, weights move around a wide minimum, whose middle generalizes better. BatchNorm's
+    statistics are recomputed for the average before it is evaluated or saved.
 
     Args:
-        steps: steps whose weights count, all within the run.
+        steps: steps whose weights are averaged, all within the run.
         forward: passes the same number of training samples on each rank through the model, in batches
             wrapped by its argument; None for iterable data, where statistics are averaged like weights.
         extendable: whether a longer run would start at the same step.
@@ -211,7 +211,7 @@ class Swa(Average):
             self._model.eval()
             for norm in norms:
                 norm.reset_running_stats()
-                # Without a momentum it averages over all samples.
+                # Without a momentum, BatchNorm averages over all batches.
                 norm.momentum, norm.training = None, True
             try:
                 self._forward(watched)
@@ -230,7 +230,7 @@ class Swa(Average):
 class ScheduleFree(Swa):
     """The average kept by a schedule-free optimizer, which trains at one point and returns another.
 
-    The training weights are kept, because the optimizer's own methods `eval` and `train` round them.
+    Training weights are saved and restored here, because the optimizer's `eval` and `train` round them.
 
     Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
     """

@@ -20,8 +20,8 @@ def build_clipper(
 ) -> GradientSteps | None:
     """Build the function that clips gradients between backward and the optimizer's step, or return None.
 
-    It clips in place, and with `clip_norm` returns the norm before: 0-d, on the device. Gradients must
-    be unscaled and, with several ranks, averaged.
+    It clips in place and, with `clip_norm`, returns the norm before clipping: 0-d, on the device. Gradients
+    must be unscaled and, with several ranks, averaged.
 
     Args:
         head: parameters that adaptive clipping skips.
@@ -41,10 +41,10 @@ def build_clipper(
 
 
 class GradientSteps(list[Clipper]):
-    """Calls its functions in order, and returns the result of the last.
+    """A list of functions that are called in order; the call returns the last result.
 
-    Those with `state_dict` and `load_state_dict` are saved with the run, by the names of their classes, in
-    order; their `log_values()`, if they have it, returns numbers for a log line.
+    Functions with `state_dict` and `load_state_dict` are saved with the run, by class name and in order. An
+    optional method `log_values()` returns numbers for a log line.
     """
 
     def __call__(self) -> Tensor | None:
@@ -57,16 +57,16 @@ def clip_to_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(grads)
     if grads:
-        # Always multiply, by at most 1: to check the length, the host would have to wait.
+        # Always multiply, by at most 1: to check the norm, the host would have to wait.
         torch._foreach_mul_(local_parts(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0))
     return norm
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """Return the norm of tensors of one device, as one vector: 0-d, on the device; 0 without tensors."""
+    """Return the norm of tensors on one device, as one vector: 0-d, on that device; 0 without tensors."""
     if not grads:
         return torch.zeros(())
-    # In half precision, norms would have two digits. (Norm layers of such models stay in float32.)
+    # In half precision, norms would have only two digits. (Norm layers of such models stay in float32.)
     half = grads[0].element_size() < 4 or grads[-1].element_size() < 4
     dtype, parts = torch.float32 if half else None, local_parts(grads)
     norm = torch.linalg.vector_norm(torch.stack([*torch._foreach_norm(parts, dtype=dtype)]))
@@ -80,14 +80,14 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e-3) -> None:
-    """Rescale the gradient of every unit that is long relative to the unit's weights (AGC).
+    """Rescale the gradient of every unit whose gradient is long relative to its weights (AGC).
 
     A global norm would also shorten all other gradients. A unit is a row: an output of a linear layer or a
     convolution, or an entry of an embedding; a one-dimensional parameter is one unit.
 
     Args:
-        parameters: those with at most one dimension first; parameters without a gradient are skipped.
-        factor: maximum gradient relative to the weights' norm, about 0.01; less for larger batches.
+        parameters: with those of at most one dimension first; parameters without a gradient are skipped.
+        factor: maximum norm of the gradient relative to the weights', about 0.01; less for larger batches.
         eps: lower bound of the weights' norm, so that weights at zero can grow.
 
     Cost: a pass over weights and gradients for the norms, and one over gradients to rescale.

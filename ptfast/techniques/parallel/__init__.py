@@ -33,7 +33,7 @@ class Parallel(Section):
     max_restarts: Annotated[int, Range(0, 2**31)] = 0
     """Maximum restarts without a new checkpoint, when ranks of one machine were killed or hang."""
     wrap_one_rank: bool = False
-    """Train a single rank, too, through DDP or FSDP and its process group: tests that path on one device."""
+    """Use DDP or FSDP and its process group even for a single rank, to test that path on one device."""
     sync_batchnorm: bool = False
     """Compute BatchNorm's statistics over all ranks."""
     gradient_as_bucket_view: bool = True
@@ -49,7 +49,7 @@ class Parallel(Section):
 
 
 def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
-    """Reject keys of another strategy."""
+    """Reject keys that belong to another strategy."""
     for name, off in {"compression": "none", "unused_parameters": False}.items():
         if parallel.strategy != "ddp" and (value := getattr(parallel, name)) != off:
             what = f"belongs to parallel=ddp, not {parallel.strategy}"
@@ -76,12 +76,12 @@ def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
 
 
 def synced_over_ranks(parallel: Parallel) -> PtfastError | None:
-    """Reject statistics over the ranks of a single process."""
+    """Reject synced BatchNorm under `parallel=single`."""
     return rejected_alone(parallel) if parallel.strategy == "single" else None
 
 
 def rejected_alone(parallel: Parallel) -> PtfastError | None:
-    """Reject what one process cannot do; checked again once `auto` is resolved."""
+    """Reject synced BatchNorm for a single process; checked again once `auto` is resolved."""
     if not parallel.sync_batchnorm:
         return None
     what = "one process has no other ranks to share statistics with"

@@ -15,8 +15,8 @@ from ptfast.techniques.parallel import Parallel
 class GradientAveraging(nn.parallel.DistributedDataParallel):
     """A model on several ranks, whose gradients are averaged during backward.
 
-    `RunningStatistics` merges the buffers of BatchNorm. For ranks that wait for the network, gradients can be
-    compressed to half the bytes of float32.
+    `RunningStatistics` merges BatchNorm's buffers. On a slow network, gradients can be compressed to half the
+    bytes of float32.
     """
 
     def __init__(self, model: nn.Module, options: Parallel) -> None:
@@ -49,7 +49,7 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             raise _unused_error(unused) from error
 
     def check_gradients(self) -> None:
-        """Reject, with C011, parameters without a gradient, which DDP notices one wrong step later."""
+        """Raise C011 for parameters without a gradient, which DDP reports only after one wrong step."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused and not self.find_unused_parameters:

@@ -17,8 +17,8 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 class Sharded:
     """FSDP2: weights are gathered block by block for forward and backward, then released.
 
-    A rank keeps a share of weights, gradients and optimizer state, plus one or two whole blocks at a time, so
-    models can train that fit no single device. Ranks send one and a half times as many bytes as with DDP.
+    Each rank stores a part of the weights, gradients and optimizer state, plus one or two whole blocks at a
+    time, so a model need not fit on one device. Ranks send 1.5 times as many bytes as with DDP.
 
     Under autocast, blocks are gathered in its half-precision type, except in models with BatchNorm, whose
     kernels need weights and statistics of one type. Shards, gradients and the optimizer step stay in float32.
@@ -86,7 +86,7 @@ class Sharded:
             self.module.set_requires_gradient_sync(True)
 
     def check_gradients(self) -> None:
-        """Reject, with C011, parameters without a gradient: ranks would sum different ones."""
+        """Raise C011 for parameters without a gradient: ranks would sum different ones."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused:

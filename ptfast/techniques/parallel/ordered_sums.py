@@ -47,8 +47,8 @@ class OrderedSums(nn.Module):
     The gradients of neighboring micro-batches are added, then those of neighboring pairs, and so on. Each
     rank joins its own parts first, then adds up one slice of all ranks' parts and sends it to all.
 
-    Cost: as many bytes as all-reduce if each rank has k = a power of two micro-batches, otherwise up to
-    log2(k) times as many, all sent after backward; memory for log2(k) + 4 gradients of the model.
+    Cost: as many bytes as all-reduce if the number k of micro-batches per rank is a power of two, otherwise
+    up to log2(k) times as many, all sent after backward; memory for log2(k) + 4 gradients of the model.
     """
 
     compression = None
@@ -66,7 +66,7 @@ class OrderedSums(nn.Module):
         self._sum_over_hosts = host_sums(ranks.world_size)
         self._parts: list[PartialSum] = []
         self._layouts: list[list[PartialSum]] = []
-        """The parts that each rank has at the end, without their gradients."""
+        """The parts that each rank has after its last micro-batch, without their gradients."""
         for rank in range(ranks.world_size):
             self._layouts.append([])
             for index in range(rank * share, (rank + 1) * share):
@@ -78,7 +78,7 @@ class OrderedSums(nn.Module):
         return self.module(*inputs, **keywords)
 
     def check_gradients(self) -> None:
-        """Pass without a check: a parameter without a gradient has none on any rank."""
+        """Do nothing: a parameter without a gradient has none on any rank."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ class OrderedSums(nn.Module):
 
 
 class OrderedStatistics:
-    """BatchNorm's running statistics, updated by one micro-batch after the other in order over all ranks.
+    """BatchNorm's running statistics, updated by the micro-batches of all ranks in order.
 
     Each micro-batch starts from zeros, so its part is the same wherever it runs: statistics r become
     (1 - momentum) ** batches * r + part, or, without a momentum, the average over all batches.
@@ -184,7 +184,7 @@ class OrderedStatistics:
 
     @torch.no_grad()
     def _take(self) -> Tensor:
-        """Return all statistics, then the batches of each layer, and set them to zero."""
+        """Return all statistics, then each layer's batch count, and set them to zero."""
         counters = [norm.num_batches_tracked for norm in self._norms]
         statistics = [buffer for norm in self._norms for buffer in (norm.running_mean, norm.running_var)]
         taken = torch.cat([*(b.double() for b in statistics), torch.stack(counters).double()])

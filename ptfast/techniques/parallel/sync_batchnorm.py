@@ -17,8 +17,8 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 def apply_sync_batchnorm(model: nn.Module) -> int:
     """Let every BatchNorm of `model` compute its statistics over the micro-batches of all ranks.
 
-    Over a rank's few samples they are noisy. Layers are replaced, and keep their parameters, buffers and
-    names. Returns the number of layers; C011 if there are none.
+    Statistics over one rank's few samples are noisy. Layers are replaced, and keep their parameters, buffers
+    and names. Returns the number of layers; C011 if there are none.
 
     Cost: one gather in forward and one sum in backward per layer, for which all ranks wait.
     """
@@ -40,7 +40,7 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
 class SyncedBatchNorm(BatchNorm):
     """A BatchNorm over all ranks: same values as one process with all their samples.
 
-    Torch's own version runs only on GPUs, and its host waits for the device in every layer.
+    Torch's own version runs only on GPUs, and makes the host wait for the device in every layer.
 
     Source: Ioffe, Szegedy 2015, arXiv:1502.03167, with the gradient through the statistics of all ranks.
     """
@@ -93,13 +93,13 @@ class _Normalized(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return an output as wide as `x`; mean, biased variance and number of values in float32 or wider."""
+        """Return the output in the type of `x`; mean, biased variance and count in float32 or wider."""
         dims = [0, *range(2, x.dim())]
         wide = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(wide, dims, correction=0)
         number = torch.full((1,), x.numel() / x.size(1) if counts else 0.0, device=x.device, dtype=mean.dtype)
         own = torch.cat([mean, variance, number])
-        # Merge statistics; sums of squares would cancel.
+        # Merge means and variances: sums of squares would lose precision by cancellation.
         by_rank = gathered(own, torch.distributed.get_world_size())
         means, variances, numbers = by_rank.split([len(mean), len(mean), 1], dim=1)
         count = numbers.sum().clamp(min=1)
@@ -140,12 +140,12 @@ class RunningStatistics:
     """BatchNorm's running statistics over several ranks, equal to one process with all the micro-batches.
 
     A rank's own micro-batches move the statistics from r to r_k = keep_k r + part_k, where keep_k is
-    (1 - momentum) ** batches. As one process would run them, merged <- keep_k merged + part_k rank by rank.
+    (1 - momentum) ** batches. As in one process, merged <- keep_k merged + part_k, rank by rank.
 
-    Layers without a momentum take the first rank's statistics. The model is the plain one, on its device and
-    restored.
+    Layers without a momentum take the first rank's statistics. `model` is the plain model, on its device and
+    with its checkpoint loaded.
 
-    Cost: one gather of all statistics and a few kernels a step; nothing for a model without BatchNorm.
+    Cost: one gather of all statistics and a few kernels per step; nothing for a model without BatchNorm.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
@@ -168,7 +168,7 @@ class RunningStatistics:
             self._kept = torch.tensor(kept, dtype=self._statistics.dtype).to(device)[self._owner]
 
     def reread(self) -> None:
-        """Accept the model's statistics as those after the last step, for example when it was skipped."""
+        """Read the model's statistics again as those after the last step, for example if it was skipped."""
         if self._buffers:
             self._statistics = torch.cat(self._buffers)
             self._counts = torch.stack(self._counters)

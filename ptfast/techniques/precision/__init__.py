@@ -24,7 +24,7 @@ class Precision(Section):
 
 
 def float8_under_bf16(precision: Precision) -> PtfastError | None:
-    """Reject float8 products under a format other than bfloat16."""
+    """Reject float8 products unless the mode computes in bfloat16."""
     if not precision.float8 or precision.mode in ("amp", "bf16", "bf16_true"):
         return None
     what = f"its products are bfloat16, but precision={precision.mode} computes in another format"
@@ -32,7 +32,7 @@ def float8_under_bf16(precision: Precision) -> PtfastError | None:
 
 
 def formats_of_the_device(precision: Precision, device: str) -> Iterator[PtfastError]:
-    """Reject number formats that the device cannot compute in."""
+    """Reject number formats that the device does not support."""
     # fp32 and amp run anywhere, so there is no need to import torch.
     if precision.mode not in ("fp32", "amp"):
         lack = devices.check_precision(precision.mode, devices.usable_type(device))

@@ -22,7 +22,7 @@ from ptfast.techniques.rewrites.model_rewrites import undisturbed
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The number formats of a run."""
+    """The number formats of a run, and how to apply them."""
 
     autocast: AbstractContextManager[object]
     """Entered around each micro-batch's forward pass and loss, and left before backward. It caches converted
@@ -38,7 +38,7 @@ class MixedPrecision:
     matmul: str
     """Torch's setting for float32 matrix products."""
     warning: str | None
-    """A warning shown before training."""
+    """A warning to show before training, if any."""
 
 
 def build_precision(
@@ -49,8 +49,8 @@ def build_precision(
     Half-precision types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU with
     matrix units, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
 
-    `amp` is `bf16` if the device gains by it, else `amp_fp16` on CUDA and `fp32` on a CPU; it is recorded in
-    `choices`.
+    `amp` becomes `bf16` if that is faster on the device, else `amp_fp16` on CUDA and `fp32` on a CPU; this is
+    recorded in `choices`.
     """
     mode, choices = section.mode, choices or AutoChoices()
     lack = check_precision(mode, device.type)
@@ -79,7 +79,7 @@ def build_precision(
 
 
 def _choose_amp(device_type: str) -> tuple[str, str]:
-    """What `precision=amp` becomes on a device, and why."""
+    """Return the mode that `precision=amp` selects on a device, and the reason."""
     if multiplies_bf16(device_type):
         return "bf16", f"amp is on, and this {device_type.upper()} multiplies bf16"
     mode = "amp_fp16" if device_type == "cuda" else "fp32"
@@ -104,7 +104,7 @@ def kept_conversions() -> Iterator[None]:
 def set_float32(matmul: str, *, tf32_convolutions: bool | None = None) -> None:
     """Set the precision of float32 matrix products and, if given, of convolutions, for the process."""
     with warnings.catch_warnings():
-        # Torch 2.9 recommends other names for these switches, with which its own compiler fails.
+        # Torch 2.9 recommends new names for these switches, but its own compiler fails with them.
         warnings.filterwarnings("ignore", "Please use the new API")
         torch.set_float32_matmul_precision(matmul)
         if tf32_convolutions is not None:
@@ -118,7 +118,7 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
     coarse. ptfast's optimizers and averages keep their state in float32, as does BatchNorm, whose statistics
     change only slightly per step. Hooks convert the model's inputs, except `labels`, and outputs to float32.
 
-    `model` is changed in place, before its optimizer is built and a checkpoint is loaded; ties stay.
+    Call it before the optimizer is built and a checkpoint is loaded; `model` is changed in place, ties stay.
     """
     for module in model.modules():
         if not isinstance(module, BatchNorm):
@@ -190,8 +190,8 @@ def casts_inputs(model: nn.Module, inputs: Tensor, dtype: torch.dtype, forward: 
 def apply_float8(model: nn.Module, **options: Any) -> list[str]:
     """Let the linear layers of `model` multiply in float8, forward and backward, in place.
 
-    A product scales both sides by their largest magnitude and rounds them. The last layer is skipped, as are
-    layers whose sizes are not multiples of 16, which the hardware cannot multiply.
+    Both operands of a product are scaled by their largest magnitude and rounded. The last layer is skipped,
+    as are layers whose sizes are not multiples of 16, which the hardware cannot multiply.
 
     Args:
         model: on its device; inputs to linear layers are bfloat16, through autocast or the weights.

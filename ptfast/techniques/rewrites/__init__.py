@@ -15,7 +15,7 @@ class Rewrites(Section):
     chunked_loss: bool = False
     """Compute the last layer of a language model and its loss together, a chunk of tokens at a time."""
     fused_rms_norm: bool = False
-    """Compute RMS norms written in single operators by torch's kernel."""
+    """Use torch's fused kernel for RMS norms that are written as single operators."""
 
 
 FAMILY = Family(

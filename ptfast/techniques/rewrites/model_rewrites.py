@@ -43,10 +43,10 @@ def apply_rewrites(
     sharded: bool = False,
     choices: AutoChoices,
 ) -> None:
-    """Rewrite `model`, which has no saved weights yet, in place; note what was done in `choices`.
+    """Rewrite `model` in place, before saved weights are loaded, and record the rewrites in `choices`.
 
-    `cancelled_biases` finds biases that a BatchNorm subtracts, if a run that began before does not list them;
-    with None only those of the list are dropped. `sharded` weights are cut by rows, which must be contiguous.
+    `cancelled_biases` finds biases that a BatchNorm subtracts, unless a resumed run has recorded them; with
+    None, only recorded biases are dropped. `sharded` weights are split by rows, which must be contiguous.
     """
 
     def choose_layout() -> tuple[bool, str]:
@@ -120,8 +120,8 @@ def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
     """Remove biases of layers whose BatchNorm subtracts them again, in place, before the optimizer is built.
 
     Such a bias has no effect, but costs a pass over its layer's output and one over the gradient. The state
-    dict stays that of the plain model: it has zeros under the bias's name, and a loaded bias is subtracted
-    from the running mean. `norm_of` is from `find_cancelled_biases`.
+    dict keeps the plain model's names: a bias is saved as zeros, and a loaded bias is subtracted from the
+    running mean. `norm_of` comes from `find_cancelled_biases`.
 
     Source: NVIDIA, "PyTorch Performance Tuning Guide"; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.
     """
@@ -257,7 +257,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def find_rms_norms(model: nn.Module) -> dict[str, float]:
-    """Return the names of modules of `model` that compute an RMS norm in single operators, and their eps.
+    """Return the modules of `model` that compute an RMS norm in single operators, by name, and their eps.
 
     A module qualifies if its class has `norm` in its name, its only tensor is a one-dimensional `weight`, and
     its results for random inputs and weights, large and small, equal those of `F.rms_norm` in float32.
@@ -280,7 +280,7 @@ def find_rms_norms(model: nn.Module) -> dict[str, float]:
 
 
 def _eps_of(module: Any, width: int) -> float | None:
-    """Return the eps with which `F.rms_norm` gives the results of `module`; None if there is none."""
+    """Return the eps for which `F.rms_norm` reproduces the results of `module`, or None."""
     eps = next(
         (value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None
     )
@@ -289,7 +289,7 @@ def _eps_of(module: Any, width: int) -> float | None:
     draws = torch.Generator().manual_seed(0)
     probe = copy.deepcopy(module).to("cpu", torch.float32)
     weight = torch.randn(width, generator=draws)
-    # For small inputs eps matters.
+    # eps matters only for small inputs.
     inputs = torch.randn(2, 3, width, generator=draws) * torch.tensor([1.0, eps**0.5]).view(2, 1, 1)
     try:
         with torch.no_grad():
@@ -307,8 +307,8 @@ def _eps_of(module: Any, width: int) -> float | None:
 def apply_fused_rms_norm(model: nn.Module) -> list[str]:
     """Let torch's kernel compute the RMS norms of `model` that are written in single operators, in place.
 
-    A hand-written norm is six kernels, each a pass over the activations, and some ten in backward; fused, it
-    is one kernel, and two in backward. Half-precision results are rounded once, not twice.
+    A hand-written norm takes six kernels, each a pass over the activations, and about ten in backward; fused,
+    it takes one kernel, and two in backward. Half-precision results are rounded once, not twice.
 
     Returns the names of these modules. Source: Zhang, Sennrich 2019, arXiv:1910.07467; `torch.nn.RMSNorm`.
     """

@@ -34,7 +34,7 @@ def durations_that_fit(schedule: Schedule, epochs: int | None, steps: int | None
 
 
 def panel(schedule: Schedule, choices: AutoChoices) -> dict[str, object]:
-    """Describe the schedule, how it differs from others of its name, and the warm-up."""
+    """Describe the schedule, its main settings and the warm-up."""
     words = [schedule.target.path.rsplit(".", 1)[-1]]
     if (rise := schedule.target.kwargs.get("rise")) is not None:
         words.append(f"rises for {rise}")

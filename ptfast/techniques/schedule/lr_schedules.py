@@ -27,7 +27,7 @@ class Span:
     plan: BatchPlan
 
     def steps(self, duration: Duration) -> int:
-        """Return `duration` in whole steps; C011 for a unit that this data has not."""
+        """Return `duration` in whole steps; C011 for a unit that this data does not have."""
         try:
             return self.plan.steps(duration, self.total_steps)
         except ValueError as error:
@@ -127,7 +127,7 @@ class Cosine(LRSchedule):
 
 @dataclass
 class Polynomial(LRSchedule):
-    """Fall from the base learning rate to `end` times it, by the rest of the run to the power of `power`."""
+    """Fall from the base learning rate to `end` times it, as the remaining fraction to the power `power`."""
 
     power: float = 1.0
     end: float = 0.0
@@ -185,7 +185,7 @@ class OneCycle(LRSchedule):
         if rise_steps + fall_steps > span.total_steps + 1e-6:
             what = f"schedule.rise={self.rise} and schedule.fall={self.fall} are longer than the run"
             raise ConfigError("C011", what)
-        # Phases end on steps counted from 0, as in torch's OneCycleLR, whose values these are.
+        # Phases end on steps counted from 0, which gives the values of torch's OneCycleLR.
         ends = [rise_steps - 1, span.total_steps - 1.0]
         values = [first, peak, last]
         if self.fall:
@@ -211,7 +211,7 @@ class Wsd(LRSchedule):
     """Keep the base learning rate, and fall to `end` times it in the last part of the run.
 
     No step before the decay depends on the length of the run: any earlier checkpoint can be trained for
-    longer, or decayed at once, so there is no need for a run of each length.
+    longer, or decayed at once, so runs of several lengths can share their beginning.
 
     Args:
         decay: length of the fall at the end of the run; 10 to 20 % works as well as a cosine.
@@ -251,5 +251,5 @@ def _require_both(momentum_max: float | None, momentum_min: float | None) -> Non
 
 
 def _to_end(total_steps: int, end: float, shape: Callable[[float], float]) -> Curve:
-    """Fall from 1 to `end`, reached after the last step; `shape` maps the rest of the run to 0..1."""
+    """Return a curve from 1 to `end` after the last step; `shape` maps the remaining fraction to 0..1."""
     return lambda step: end + (1 - end) * shape(max(1 - step / total_steps, 0.0))

@@ -1,4 +1,4 @@
-"""The schedule of one run: a shape with durations in steps, a linear warm-up, and shapes of the user."""
+"""The schedule of one run: a shape with durations in steps, a linear warm-up, and user-defined shapes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def build_schedule(
 ) -> RunSchedule:
     """Convert durations to steps once, and prepend a linear warm-up; C011 if it is longer than the run.
 
-    The warm-up rises in equal parts to the full learning rate at its last step (arXiv:1706.02677).
+    The warm-up rises linearly, to the full learning rate at its last step (arXiv:1706.02677).
     A schedule is not `extendable` if another part spans the run, such as the sizes of a curriculum.
     """
     span = Span(total_steps, plan)
@@ -93,7 +93,7 @@ def build_schedule(
 
 
 MOMENTUM = 0.9
-"""Momentum of the test optimizer for a torch scheduler, to see whether the scheduler cycles it."""
+"""Momentum of the optimizer that a torch scheduler is tried on, to detect whether it cycles momentum."""
 
 
 def build_shape(target: Target, lr: float, mode: str = "min") -> LRSchedule:
@@ -161,9 +161,9 @@ class TorchScheduler(LRSchedule):
         return _curve(momenta) if set(momenta) != {MOMENTUM} else None
 
     def lowest_from(self, num_steps: int) -> int | None:
-        """The step at which the learning rate is nearly at its lowest, if in the first tenth of the run.
+        """Return the step where the learning rate nearly reaches its minimum, if in the run's first tenth.
 
-        None for a schedule that starts at its lowest learning rate, as cycles do.
+        Return None for a schedule that starts at its minimum, as cyclic schedules do.
         """
         rates = [rate for rate, _ in self._rates_and_momenta(num_steps)]
         lowest, highest = min(rates), max(rates)
@@ -220,7 +220,7 @@ class MetricScheduler(LRSchedule):
         return lambda step: self._group["lr"] / self._lr
 
     def follow(self, metric: float) -> str | None:
-        """Step on `metric`; return the change of the learning rate in words, None if it stays."""
+        """Step on `metric`; return a message about the changed learning rate, or None."""
         before = self._group["lr"]
         self._scheduler.step(metric)
         after = self._group["lr"] = float(self._group["lr"])
