@@ -58,7 +58,7 @@ class RunPlan:
     total_steps: int
     intervals: LoopIntervals
     best_metric: str
-    """The metric that ranks evaluations, as `stop.metric` writes it."""
+    """The metric that ranks evaluations, in the form of `stop.metric`."""
     followed: tuple[str, str]
     """The split and the name of that metric."""
     best_mode: str
@@ -92,7 +92,7 @@ class Run:
     """The value chosen for each `auto`; each stage adds its own."""
 
     model: nn.Module = field(init=False)
-    """The plain model; its parameter names are the saved ones."""
+    """The unwrapped model, whose parameter names checkpoints use."""
     forward: Any = None
     """The model that the loop calls: wrapped if there are several ranks."""
     wrap: Callable[[], Any] = field(init=False)
@@ -110,7 +110,7 @@ class Run:
     collector: Collector = field(init=False)
     train_loader: Loader = field(init=False)
     eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
-    """By split."""
+    """The loaders of the evaluated splits, by split."""
     unreadable: Callable[[], list[str]] | None = None
     """Returns the names of the files skipped so far; None if an unreadable file ends the run."""
     seed_step: Callable[[int, int], None] = field(init=False)
@@ -137,7 +137,7 @@ class Run:
     """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`); its `writer` writes files."""
 
     progress: Progress = field(default_factory=Progress)
-    """Saved with the weights."""
+    """How far training is; saved with the weights."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """The latest metrics of each split."""
     best_metrics: dict[str, float] = field(default_factory=dict)

@@ -103,7 +103,7 @@ class CrossEntropyTask(SupervisedTask):
         return losses.sum() if reduction == "sum" else losses
 
     def distilled(self, loss: Any, taught: Any, model: Any, data: Any) -> tuple[Tensor, Any]:
-        """Add the loss against a teacher's outputs to `loss`: Hinton et al. 2015, arXiv:1503.02531."""
+        """Combine `loss` with the loss against a teacher's outputs: Hinton et al. 2015, arXiv:1503.02531."""
         outputs, learned = self.forward(model, data[0]), taught(data[0])
         total, num_items = loss(lambda *_, **__: outputs, data)
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]

@@ -20,7 +20,7 @@ RatioTerms = tuple[Tensor, Tensor | int]
 
 
 class DeviceSums:
-    """Sums of one evaluation, kept on the device so that the host waits for no batch.
+    """Sums of one evaluation, kept on the device so that batches do not make the host wait.
 
     They are exact for whole numbers up to 2**53.
     """

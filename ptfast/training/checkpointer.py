@@ -92,7 +92,7 @@ def callback_states(run: Run) -> list[Any]:
 
 
 def _unsavable(value: Any) -> Any:
-    """Return the first value in a nested structure that is neither a whole tensor nor plain, if any."""
+    """Return the first value of a nested structure that is neither a whole tensor nor plain, if any."""
     if isinstance(value, (dict, list, tuple)):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)
@@ -208,7 +208,7 @@ class Checkpointer:
         check_length(step, steps_before, run.total_steps, extendable)
         if run.ranks.is_first:
             self._restore_links()
-        # Every rank ranks evaluations by this list.
+        # All ranks need this list to rank evaluations.
         run.progress.best_states = broadcast_object(run.progress.best_states, run.ranks)
 
     def _facts(self, best_only: bool) -> dict[str, Any]:

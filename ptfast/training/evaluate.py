@@ -32,7 +32,7 @@ from ptfast.training.stopping import Stopped, interruptible
 class TtaModel(nn.Module):
     """Test-time augmentation: average a model's outputs over images, their mirror images and shifted copies.
 
-    The average is more accurate than a single view, by some tenths of a point of accuracy.
+    The average is a few tenths of a percentage point more accurate than a single view.
 
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
@@ -118,8 +118,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a run's model over a whole split; each sample counts once, sums stay on the device.
 
-    If the run averages its weights, the metrics are those of the average; those of the model's own weights
-    are added as `raw_loss` and so on.
+    If the run averages its weights, the average is evaluated; metrics of the model's own weights are added
+    as `raw_loss` and so on.
 
     Args:
         keep: called with metric results that are not single numbers, by name; of the average if there is one.

@@ -41,7 +41,7 @@ def fit(run: Run) -> str:
         run.checkpointer.writer.leave()
         raise
     finally:
-        # Python then collects the garbage of the whole run.
+        # Afterward Python collects the garbage of the whole run.
         run.clock.to("closing")
         run.collector.release()
 

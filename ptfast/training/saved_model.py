@@ -99,7 +99,7 @@ def load_saved(config: Config, checkpoint_folder: Path, student: PartialRun | No
 def add_teacher(run: PartialRun) -> None:
     """Let the task also learn from the run `task.teacher` (distillation).
 
-    S003 or S004 if that run has changed or is missing, D003 to D005 if it does not fit.
+    Raises S003 or S004 if that run has changed or is missing, D003 to D005 if it does not fit.
     """
     task: Any = run.task
     if not isinstance(task, CrossEntropyTask) or task.teacher is None:

@@ -109,7 +109,7 @@ class Signals:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A process that a dataset has forked ends as it would outside a run.
+            # A process forked by a dataset ends as it would outside a run.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -134,7 +134,7 @@ class Signals:
         ends_wait = not self._several or self._aborted or (run is not None and run.waits == "alone")
         if run is not None and first:
             when = ": it waits for data" if ends_wait and run.waits else " after this step"
-            # Python's streams reject a line inside another one that the signal may have interrupted.
+            # The signal may have interrupted a write, and Python's streams reject a nested one.
             with contextlib.suppress(RuntimeError):
                 self._display.note(f"stopping{when}{self.place}; saving a checkpoint")
         if ends_wait:
@@ -240,7 +240,7 @@ def someone_saves(folder: Path) -> bool:
 
 
 _wakeup_fds: list[int] = []
-"""The descriptor that signals are written to, while this process forks."""
+"""The wakeup descriptor of signals, saved while this process forks."""
 
 
 def _remove_wakeup_fd() -> None:

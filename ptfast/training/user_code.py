@@ -46,7 +46,7 @@ class UserPart(NamedTuple):
 
 
 def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
-    """Return the parts of a run that may be a user's, the model first; with `ours` also ptfast's own."""
+    """Return the user's parts of a run, the model first; with `ours`, the model even if it is ptfast's."""
     task, callbacks = run.task, getattr(run, "callbacks", ())
     parts = [
         UserPart(MODEL, run.model),

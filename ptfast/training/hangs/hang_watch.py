@@ -31,7 +31,7 @@ SLOW_CAUSES = "start_up", "warm_up"
 
 
 class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
-    """A thread that checks whether a rank makes progress: new steps or batches, or another kind of work.
+    """Checks in a thread whether a rank makes progress: new steps or batches, or another kind of work.
 
     After too long a pause, it writes the stacks of all threads and workers to `hang-rankN.txt` in the run
     directory, with NCCL's own records beside it, and a warning names the file. With `timeout_s`, the rank

@@ -135,7 +135,7 @@ class Accumulator:
         if getattr(run.task, "counts_samples", False):
             return batch.num_samples
         run.clock.to("forward")
-        # A rank without samples also finds None.
+        # Ranks without samples count as well, so that all ranks agree on None.
         counts = [(run.task.count(data, n), n) for data, n in batch.micro_batches]
         if any(count is None for count, _ in counts):
             return None

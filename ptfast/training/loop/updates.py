@@ -35,7 +35,7 @@ class PlainUpdate:
     skipped: Tensor | None = None
     """True if the last step was skipped, 0-d, on the device; None if the host knows that it was taken."""
     counts: tuple[Tensor | int, ...] = ()
-    """Consecutive skipped steps, before the last step, and in total; the same on all ranks."""
+    """Numbers of skipped steps: in a row, before the last step, and in total; the same on all ranks."""
     schedule_lag = 0
     """Number of skipped steps by which the schedule lags in the next step."""
     limit, cause = math.inf, ""
@@ -120,7 +120,7 @@ class ScaledUpdate(SkippingUpdate):
 
     @property
     def counts(self) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Consecutive skipped steps, before the last step, and in total: on the device."""
+        """Numbers of skipped steps on the device: in a row, before the last step, and in total."""
         return self._in_a_row, self._skipped_before, self._skipped
 
     def step(self, batch: StepBatch) -> None:
@@ -148,8 +148,8 @@ class ScaledUpdate(SkippingUpdate):
 class CheckedUpdate(SkippingUpdate):
     """Takes the steps of an optimizer, except those whose loss or gradients are not finite.
 
-    A skipped step does not change weights, state and step counts of the optimizer. If the optimizer accepts
-    `found_inf`, as fused ones and ptfast's do, the device decides and the host never waits.
+    A skipped step changes neither the weights nor the optimizer's state and step counts. If the optimizer
+    accepts `found_inf`, like fused ones and ptfast's, the device decides and the host never waits.
 
     Cost: one read of the gradients per step, and with several ranks a sum of one number. 5 us on a CPU.
     """
@@ -181,7 +181,7 @@ class CheckedUpdate(SkippingUpdate):
 
     @property
     def counts(self) -> tuple[Tensor | int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Consecutive skipped steps, then the total twice; the last counts from 1."""
+        """Numbers of skipped steps: in a row, and in total (twice); then the last one, counted from 1."""
         return self._in_a_row, self._skipped_steps, self._skipped_steps, self._last
 
     def prepare(self) -> None:
@@ -215,7 +215,7 @@ class CheckedUpdate(SkippingUpdate):
         # With a scale of 1, this kernel only checks whether all gradients are finite.
         torch._amp_foreach_non_finite_check_and_unscale_([*parts, loss_sum], self._found, self._one)
         if self._ranks.distributed:
-            # Torch's kernels skip a step at exactly 1.
+            # Torch's kernels skip a step only if the flag is exactly 1.
             sum_over_ranks(self._found, self._ranks).clamp_(max=1)
 
     def _take(self) -> None:

@@ -47,7 +47,7 @@ class Vote:
     """Seconds by phase of a step since the last log line, rank by rank; empty between log lines."""
 
     def send(self, run: Run) -> AsyncHostCopy:
-        """Send it to all ranks; the host does not wait."""
+        """Send the message to all ranks; the host does not wait."""
         rank, world_size, size = run.ranks.rank, run.ranks.world_size, len(STEP)
         pins = run.device.type == "cuda"
         own = torch.zeros(4 + world_size * (1 + size), dtype=devices.sum_dtype(run.device), pin_memory=pins)

@@ -214,7 +214,7 @@ def _computes_loss(model: Target, info: DataInfo) -> bool | None:
     takes_labels = forward is not None and "labels" in keywords(forward)
     if not takes_labels or info.task not in ("classification", "regression"):
         return None
-    # Models of transformers name their inputs.
+    # Transformers models take their inputs by keyword.
     return not hasattr(factory, "main_input_name")
 
 
@@ -244,7 +244,7 @@ def build_choice(
     return partial(
         choose,
         kind=(keeps and kind) or loader.kind,
-        # The number of loaders without workers is 0.
+        # Loaders without workers save 0, which falls back to the config's value.
         workers=(loader.workers == "auto" and workers) or loader.workers,
         micro_batch_size=config.batch_size // micro_batches,
         num_samples=None if config.steps is None else config.steps * config.batch_size,

@@ -23,7 +23,7 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
     config, device, ranks, choices = run.config, run.device, run.ranks, run.choices
     elastic = config.determinism == "elastic"
     if trains and not elastic and choices.began_with("world_size", int) != ranks.world_size:
-        # With other ranks the bits differ anyway, and one rank's threads and workers would be too many.
+        # With another world size the bits differ anyway, and one rank's threads and workers are too many.
         for key in ("backend.threads", "dataloader.workers"):
             choices.previous.pop(key, None)
     choices.choose("device", device.type)

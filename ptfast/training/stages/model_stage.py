@@ -50,7 +50,7 @@ from ptfast.training.stages.training_plan import has_many_lengths
 from ptfast.training.user_code import constructing
 
 LARGE = 10_000
-"""From this size in the config, a ptfast model is measured before it is built."""
+"""A ptfast model with a config value of at least this size is measured before it is built."""
 NUM_INIT_SAMPLES = 5000
 """Number of training samples from which a model may compute its initial weights."""
 _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_backbone")
@@ -73,7 +73,7 @@ def build_plain_model(run: PartialRun) -> None:
     frozen = [parameter for parameter in run.model.parameters() if not parameter.requires_grad]
     for tensor in (*run.model.buffers(), *frozen):
         if is_expanded(tensor):
-            # Checkpoints and averages are copied into it.
+            # Checkpoints and averages are copied into it, which expanded memory does not allow.
             tensor.data = tensor.data.contiguous()
     if loads and section.weights and section.weights != "pretrained":
         notes = load_weights(run.model, section.weights, replace_head=section.replace_head)
@@ -86,7 +86,7 @@ def build_plain_model(run: PartialRun) -> None:
 def _adapt(run: PartialRun) -> None:
     """Add adapters; checkpoints omit the frozen weights, if `model.weights` can provide them again."""
     section, model = run.config.model, run.model
-    # A language model's last layer is a part of the base.
+    # A language model's last layer is part of the base.
     layers = add_adapters(model, section.lora, trains_head=run.info.task != "language_modelling")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     words, digest = f"rank {section.lora.rank} in {len(layers)} layers; {trained:,} parameters train", None

@@ -103,7 +103,7 @@ def _check_evaluations(run: PartialRun) -> None:
 
 
 def add_average(run: PartialRun) -> None:
-    """Build the average of the weights that is evaluated in their place, if any."""
+    """Build the average of the weights that evaluations use in their place, if any."""
     run.ema = _build_average(run)
     run.choices.rows["average"] = run.ema and run.ema.note
 
@@ -164,7 +164,7 @@ def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
     share -= share % batch_size == 1
     if share < 2:
         return None
-    # In the order of a folder, a batch would have a single class.
+    # Datasets read from folders are sorted by class: a batch in that order would have a single class.
     picked = np.random.default_rng(run.config.seed).permutation(size)[: share * ranks.world_size]
     return build_eval_loader(
         data.train.take(picked),

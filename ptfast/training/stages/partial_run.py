@@ -37,7 +37,7 @@ class PartialRun(Run):
     config: Config
     training_plan: TrainingPlan = field(init=False)
     grouping: Grouping = field(init=False)
-    """The config's settings of single parameters."""
+    """The config's settings for individual parameters."""
     input_type: torch.dtype = torch.float32
     """The dtype of training images as the model receives them."""
     loader_options: LoaderOptions = field(init=False)

@@ -48,7 +48,7 @@ class TrainingPlan:
     """Whether a longer run would begin with other sizes."""
 
     def steps(self, key: str, duration: Duration) -> int:
-        """Return the steps in `duration`, the value of `key`; C011 for a unit that this data lacks."""
+        """Return the number of steps in `duration`, the value of `key`; C011 if the data lacks its unit."""
         try:
             return self.batches.steps(duration, self.total_steps)
         except ValueError as error:
