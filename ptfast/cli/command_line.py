@@ -27,7 +27,7 @@ from ptfast.core.errors import (
 )
 
 RARELY_USED = ("chaos", "copy", "schema", "completion")
-"""Commands that `ptfast --help` only names."""
+"""Commands that `ptfast --help` lists only by name."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def read(name: str, words: list[str]) -> tuple[str, Command, Namespace]:
-    """Return the full name of a command, such as `find lr`, its record, its flags and its words."""
+    """Parse a command's words; return its full name, such as `find lr`, its `Command` and its arguments."""
     command = COMMANDS[name]
     if not command.kinds or words[:1] in (["--help"], ["-h"]):
         return name, command, parse(name, command, words)
@@ -129,7 +129,7 @@ def _no_command(name: str) -> ConfigError:
 
 
 def help_text(topic: str | None = None) -> str:
-    """Return the text of `--help` for everything or one command or config group; C003 for another topic."""
+    """Return the help of ptfast, or of one command or config group; raise C003 for an unknown topic."""
     if topic is None:
         return _overview()
     if topic in COMMANDS:

@@ -1,4 +1,4 @@
-"""`ptfast launch slurm`: submit a training to a cluster, or print the job."""
+"""`ptfast launch slurm`: submit a training job to a cluster, or print it."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ NAME_WIDTH, CELLS_WIDTH = 29, 25
 
 
 def techniques(args: Namespace) -> int:
-    """List the techniques that apply on this machine: all, those of a family, or every detail of one."""
+    """List all techniques, those of a family, or the details of one, and whether they apply here."""
     name = " ".join(args.words)
     wanted, machine = plain_name(name), ThisMachine()
     named = [technique for technique in CATALOGUE if plain_name(technique.name) == wanted]

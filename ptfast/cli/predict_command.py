@@ -111,7 +111,7 @@ def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
 
 
 def continue_prompt(saved: PartialRun, prompt: str, out: Path | None, **sampling: Any) -> None:
-    """Write the prompt and a language model's continuation as plain text; C011 for any other model."""
+    """Write the prompt and a language model's continuation as text; raise C011 for any other model."""
     info = saved.info
     if info.task != "language_modelling" or "tokenizer" not in info.extra:
         what = f"needs a language model of text, but this run is for {info.task} on {info.kind} data"
@@ -152,14 +152,14 @@ def generate(
 ) -> Tensor:
     """Continue `tokens` with tokens drawn from the model.
 
-    Models of transformers use their own `generate`, which caches attention and stops at their end token. Any
-    other model reads the last `context_length` tokens again for each new token.
+    Models of the transformers library use their own `generate`, which caches attention and stops at their
+    end token. Any other model reads the last `context_length` tokens again for each new token.
 
     Args:
         model: maps tokens (batch, length) to next-token logits (batch, length, classes), in eval mode.
         tokens: tokens of the prompt, (length,), on the device of the model.
         vocab_size: number of tokens to sample from; the model may have more logits.
-        num_new: maximum number of new tokens; C005 if a model of transformers has fewer positions.
+        num_new: maximum number of new tokens; C005 if a transformers model has fewer positions.
         temperature: above 0; logits are divided by it.
         top_k: draw from this many of the likeliest tokens; None for all.
         seed: seed of the draws; devices agree up to rounding.

@@ -81,7 +81,7 @@ class Variant:
         return statistics.fmean(self.values) if self.values else None
 
     def spread(self, repeats: str) -> float | None:
-        """Half of the 95 % interval of a mean over seeds, by Student's t; otherwise the standard deviation.
+        """Return half the 95 % interval of a mean over seeds (Student's t), or else the standard deviation.
 
         The mean over folds has no such interval, because folds share data. None for fewer than two values.
         """

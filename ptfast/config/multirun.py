@@ -150,7 +150,7 @@ def _direction(
 
 
 def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
-    """Yield arguments of few runs that use each value of a sweep: the sum of values, not the product."""
+    """Yield arguments of runs that use every value of a sweep, changing one key at a time."""
     plain = [a for a in given if a.kind != "hydra" and not a.is_interval]
     first = {a.key: a.at(a.values[0]) if a.is_sweep else a.text for a in plain}
     yield list(first.values())
@@ -184,7 +184,7 @@ def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
     except PtfastError:
         file.unlink(missing_ok=True)
         for folder in made:
-            with contextlib.suppress(OSError):  # it contains jobs already
+            with contextlib.suppress(OSError):  # it already contains jobs
                 folder.rmdir()
         raise
     finally:

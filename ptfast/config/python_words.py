@@ -29,7 +29,7 @@ class PythonWords:
     """Command-line words for values from Python, and the objects they name, which must be kept during a run.
 
     Args:
-        sweeps: a list holds the values of a sweep, each trained in its own run.
+        sweeps: lists are the values of a sweep, each trained in its own run.
     """
 
     def __init__(self, *, sweeps: bool = False) -> None:

@@ -141,7 +141,7 @@ VARIABLES = "vars"
 
 
 class Config(Section):
-    """A whole run, checked. Built by `validate`, which knows where each value was given."""
+    """The checked config of a whole run. Built by `validate`, which knows where each value was given."""
 
     recipe: str | None = None
     preset: str = "safe"

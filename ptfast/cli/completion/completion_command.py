@@ -25,7 +25,7 @@ def completion(args: Namespace) -> int:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return completions of the last of `words`, which follow `ptfast`; it is empty after a space."""
+    """Return completions of the last of the words after `ptfast`; that word is empty after a space."""
     word = words[-1] if words else ""
     if len(words) <= 1:
         return [name for name in COMMANDS if name.startswith(word)]

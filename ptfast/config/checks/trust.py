@@ -22,7 +22,7 @@ _CALL = re.compile(r"\$\{[^{}]*:|\$\{[^{}]*\$\{")
 """An interpolation that calls a resolver, or whose name contains another interpolation."""
 _URL = re.compile(r"\b(?!file:|sqlite:)[A-Za-z][\w+.-]*://|\bpipe:", re.IGNORECASE)
 _OUTSIDE = re.compile(r"^(file:)?[/~\\]|^sqlite:////|(^|[/\\])\.\.([/\\]|$)", re.IGNORECASE)
-"""A path that is absolute or leads upwards."""
+"""A path that is absolute or leads to a parent folder."""
 ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
 # A config from elsewhere may call only the functions in these packages: the rest of torchvision also
 # has functions that download and unpack files.
@@ -75,7 +75,7 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
 def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bool = True) -> None:
     """Reject values of a config from elsewhere that read the environment, name a server or leave its folder.
 
-    Typed values are allowed. Somebody else's file could send a variable's value to a host of its choice.
+    Typed values are allowed. Otherwise, somebody else's file could send a variable's value to any host.
     """
     found: list[ConfigError] = []
     for key, value in flatten(tree).items():

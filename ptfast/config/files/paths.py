@@ -103,7 +103,7 @@ def recipe_file(name: str, folder: Path | None = None) -> Path | None:
     if folder is not None or name.endswith(".yaml") or "/" in name:
         file = (folder or Path.cwd()) / Path(name).expanduser()
         file = file if file.suffix == ".yaml" else file.with_name(file.name + ".yaml")
-        # A typed path keeps its name, which names the run; an inherited one only appears as a place.
+        # A typed path stays as typed, because it names the run; an inherited one only appears in messages.
         file = file if folder is None else file.resolve()
         return file if file.is_file() else None
     return None
