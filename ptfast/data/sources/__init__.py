@@ -1,1 +1,1 @@
-"""Data sets, a file each."""
+"""Datasets, one file each."""

@@ -1,4 +1,4 @@
-"""Arrays on disk: `.npz`, or pairs of `.npy`, of images or of feature vectors."""
+"""Arrays on disk: an `.npz`, or a pair of `.npy` files, of images or feature vectors."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _NAMES = {
     "val": (("val_x", "val_y"), ("x_val", "y_val")),
     "test": (("test_x", "test_y"), ("x_test", "y_test")),
 }
-"""Of inputs and targets in an `.npz`, by split."""
+"""Accepted names of inputs and targets in an `.npz`, by split."""
 _FEW_CHANNELS = (1, 3, 4)
 
 
 class Arrays(ReadsAsKnown):
     """Inputs and targets as numpy arrays.
 
-    Their types show what they are. Inputs of uint8 with 3 or 4 dimensions are images, (samples, height,
-    width), with the channels last or first; others are features, flattened. Targets that are whole numbers
-    are classes, floats are numbers to predict, and a matrix of 0 and 1 is several labels for each sample.
-    Images may have targets of (height, width), one for each pixel.
+    Types and shapes decide their meaning. uint8 inputs with 3 or 4 dimensions are images, (samples, height,
+    width), with channels last or first; other inputs are flattened to features. Whole-number targets are
+    classes, floats are regression targets, and a matrix of 0 and 1 is multi-label. Images may have targets of
+    (height, width), one for each pixel.
 
     Args:
         path: `.npz` with `train_x` and `train_y` (or `x` and `y`), and perhaps `val_x`, `val_y`, `test_x`,
@@ -110,13 +110,13 @@ class Arrays(ReadsAsKnown):
 
     def _num_classes(self, task: str, kind: str, targets: Tensor) -> int | None:
         if kind == "mask" or task == "classification":
-            # They are counted later, when the task is known, and which label to ignore.
+            # Classes are counted later, once the task and the ignored label are known.
             return self.num_classes
         return targets.shape[1] if targets.dim() > 1 and kind != "map" else 1
 
 
 def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[str, NDArray]:
-    """The arrays of an `.npz` by name, or that of an `.npy` under an empty name; no pickled objects.
+    """Return the arrays of an `.npz` by name, or an `.npy` under an empty name; reject pickled objects.
 
     Raises:
         DataError: D001 if there is no such file, D005 if it cannot be read.
@@ -133,7 +133,7 @@ def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[st
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if "pickle" in str(error):
-            # numpy suggests to unpickle them, which would run any code that they contain.
+            # numpy suggests unpickling them, which would run any code that they contain.
             reason = "it contains Python objects in place of numbers, or something else than arrays"
         raise DataError("D005", f"is not a readable {suffix}: {reason}", key=key, value=path) from None
     if archive == ("" in arrays):
@@ -143,7 +143,7 @@ def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[st
 
 
 def as_inputs(array: NDArray, where: str) -> tuple[Tensor, bool]:
-    """Inputs as a loader takes them, and whether they are images: uint8 channels last, or float32 vectors."""
+    """Return inputs for a loader, and whether they are images: uint8 channels last, or float32 vectors."""
     if array.dtype.kind not in "buif" or array.ndim == 0:
         raise DataError("D005", f"{array.dtype} cannot be an input", key=where)
     if array.dtype == np.uint8 and array.ndim in (3, 4):

@@ -142,7 +142,7 @@ class Cifar:
                 partial.replace(archive)
             if is_intact():
                 with tarfile.open(archive) as tar:
-                    # All are checked before the first is unpacked; the filter shortens absolute paths.
+                    # Check all members before unpacking the first; the filter shortens absolute paths.
                     if any(tarfile.data_filter(each, str(self.root)).name != each.name for each in tar):
                         raise tarfile.TarError("contains an absolute path")
                     tar.extractall(self.root, filter="data")
@@ -153,7 +153,7 @@ class Cifar:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads what the batches contain, arrays and plain values, and rejects code."""
+    """Unpickles the arrays and plain values of the batches, and rejects code."""
 
     _numpy: ClassVar = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
 

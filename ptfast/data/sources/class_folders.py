@@ -14,13 +14,13 @@ from ptfast.data.decoding.image_decoding import SUFFIXES, is_hidden, without_hid
 from ptfast.data.label_checks import differing_names
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
-"""Folders of each split, by the names that they may have."""
+"""Accepted folder names of each split."""
 Listing = tuple[list[str], list[int]]
 
 
 @dataclass
 class PassedOver:
-    """What is not read in trees of files, by its paths."""
+    """Paths in file trees that are skipped."""
 
     hidden: set[str] = field(default_factory=set)
     no_files: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class PassedOver:
 
     @property
     def note(self) -> str:
-        """A remark for the user; empty for nothing."""
+        """A note for the user; empty if nothing was skipped."""
         first, more = min(self.no_files, default=""), f" and {len(self.no_files) - 1:,} more"
         others = f"passed over {first}{more * (len(self.no_files) > 1)}: no files" if first else ""
         hidden = without_hidden(len(self.hidden), min(self.hidden, default=""))
@@ -36,7 +36,7 @@ class PassedOver:
 
 
 def splits_among(names: Container[str]) -> dict[str, str]:
-    """The splits whose folders are among `names`, `train` first, and the names of these folders."""
+    """Map each split that has a folder among `names` to the folder's name, `train` first."""
     found = {split: next((name for name in known if name in names), None) for split, known in SPLITS.items()}
     return {split: name for split, name in found.items() if name is not None}
 
@@ -47,12 +47,12 @@ def list_tree(
     passed: PassedOver | None = None,
     complete: Callable[[dict[str, Path]], dict[str, Path]] = dict,
 ) -> tuple[tuple[str, ...], dict[str, Listing]]:
-    """Class names, and for each split its files and their labels, in the order of their names.
+    """Return the class names, and the files and labels of each split, sorted by class and name.
 
-    `passed` receives what is passed over; `complete` adds a missing `train`, as `ReadsAsKnown` does.
+    `passed` collects skipped paths; `complete` adds a missing `train`, as `ReadsAsKnown` does.
 
     Raises:
-        DataError: D001 to D003 for a tree that is not one of class folders.
+        DataError: D001 to D003 if the tree does not consist of class folders.
     """
     passed = passed or PassedOver()
     inside = _subfolders(root, key, passed)
@@ -108,7 +108,7 @@ def _subfolders(folder: Path, key: str, passed: PassedOver) -> list[str]:
 
 
 def image_files(folder: Path, passed: PassedOver) -> list[str]:
-    """The files in `folder` and below that are images by their names, in order."""
+    """Return the files at any depth of `folder` that have an image suffix, sorted."""
     found = list[str]()
     places = [(str(folder), [os.path.realpath(folder)])]
     for place, above in places:
@@ -128,7 +128,7 @@ def image_files(folder: Path, passed: PassedOver) -> list[str]:
                     else:
                         places.append((entry.path, [*above, real]))
                 elif entry.name.lower().endswith(SUFFIXES):
-                    # A broken link is listed, and reported like any file that cannot be read.
+                    # List broken links, so that they are reported like any unreadable file.
                     is_file = entry.is_file() or (entry.is_symlink() and not Path(entry.path).exists())
                     (found if is_file else passed.no_files).append(entry.path)
             except OSError:
@@ -139,17 +139,17 @@ def image_files(folder: Path, passed: PassedOver) -> list[str]:
 def tree_contents(
     root: Path, classes: tuple[str, ...], listings: dict[str, Listing], most: int = sys.maxsize
 ) -> tuple[Contents, int]:
-    """The fingerprint of a tree of class folders, by up to `most` files a split, and their latest change."""
+    """Return the fingerprint of class folders, by up to `most` files per split, and their latest change."""
     looks = [class_parts(split, root, classes, *listing, most) for split, listing in listings.items()]
     contents = {name: facts for parts, _ in looks for name, facts in parts.items()}
     return contents, max(newest_ns for _, newest_ns in looks)
 
 
 def newest_folder(root: Path) -> int:
-    """Latest change of a folder in the tree, two levels deep, in nanoseconds; of `root` if it is a file."""
+    """Return the latest change of folders up to two levels deep, in ns; of `root` if it is a file."""
     folders = level = [root]
     for _ in range(2):
-        # Entries know whether they are folders: the thousands of files are not asked.
+        # scandir entries know whether they are folders, without a stat of thousands of files.
         entries = [entry for folder in level if folder.is_dir() for entry in os.scandir(folder)]
         level = [Path(entry) for entry in entries if entry.is_dir()]
         folders = folders + level

@@ -1,4 +1,4 @@
-"""Any torch dataset by import path, and the facts that its first samples show."""
+"""Any torch dataset by import path, and the facts inferred from its first samples."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from ptfast.data.streams.iterable import IterableSource
 
 _WITH_CLASSES = ("classification", "token_classification")
 _WHOLE = (*_WITH_CLASSES, "language_modelling")
-"""The tasks whose loss takes labels as int64."""
+"""Tasks whose loss takes int64 labels."""
 _SCAN_LIMIT = 2000
-"""Samples read to find the classes where the dataset does not name them."""
+"""Samples read to find the classes if the dataset does not name them."""
 
 
 def adapt(
@@ -61,7 +61,7 @@ def adapt(
     collate: Collate | None = None,
     options: InputOptions = AS_GIVEN,
 ) -> Splits:
-    """The splits of a user's dataset: training samples and what they look like.
+    """Return the splits of a user's dataset: their samples and the facts about them.
 
     Its attributes `val` and `test` are the held-out splits. Class count and names
     come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
@@ -69,13 +69,13 @@ def adapt(
     or from all samples if they are in memory or at most 2,000; lengths of sequences come from `lengths`.
 
     Args:
-        known: of a model's own data, for what this dataset does not say itself.
-        collate: makes batches of its samples; None for its own `collate_fn`, or as torch does it.
-        options: what else decides how samples are read.
+        known: facts of a model's own data, used where this dataset states none.
+        collate: makes batches of its samples; None for its own `collate_fn`, or torch's default.
+        options: further options for reading samples.
 
     Raises:
-        DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no dataset
-            or its first sample cannot be read.
+        DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is not a
+            dataset or its first sample cannot be read.
     """
     with as_data_errors(dataset, seen=True):
         splits = _adapt(dataset, seed, task, known, collate, options)
@@ -112,7 +112,7 @@ def _adapt(
     )
     names_given = any(_stated(dataset, name) is not None for name in ("classes", "num_classes"))
     stated = known is not None or names_given
-    # Batches of the user's own are for a task of the user's own.
+    # Samples for a user's own collate function or task are not interpreted.
     understands = (task in TASKS or task == "auto") and task != "hf" and not collate.is_own
     if isinstance(dataset, IterableDataset):
         source: Any = IterableSource(dataset, seed, collate)
@@ -151,7 +151,7 @@ def _adapt(
 def _stream_info(
     dataset: Any, source: IterableSource, task: str, known: DataInfo | None, stated: bool
 ) -> DataInfo:
-    """The facts that the first sample of a stream shows; its labels are checked as they are read."""
+    """Return the facts shown by a stream's first sample; labels are checked as they are read."""
     collate = source.collate
     batch = collate(collate.pairs([source.first[0]], [0]))
     if (info := _opaque_info(dataset, batch, collate, task, known)) is not None:
@@ -170,7 +170,7 @@ def _stream_info(
 
 
 def _map_info(dataset: Any, source: DatasetSource, task: str, known: DataInfo | None) -> DataInfo:
-    """The facts that the first sample and the labels of a map-style dataset show, which are checked."""
+    """Check the labels of a map-style dataset; return the facts shown by them and the first sample."""
     first = source.fetch(np.zeros(1, np.int64))
     if (info := _opaque_info(dataset, first, source.collate, task, known)) is not None:
         return info
@@ -197,7 +197,7 @@ def _map_info(dataset: Any, source: DatasetSource, task: str, known: DataInfo | 
     elif info.task in _WHOLE:
         source.label_check = LabelCheck(as_long=True)
     source.all_labels = labels if len(labels) == len(dataset) else None
-    # Generators that the first samples made are seeded from now on.
+    # From now on, also seed generators that the first samples created.
     source.seen_labels, source.state = labels, DatasetState(dataset)
     return info
 
@@ -209,7 +209,7 @@ def _understand(
     known: DataInfo | None,
     options: InputOptions,
 ) -> list[str]:
-    """Decide how samples of a source are read, given the first one, and say so."""
+    """Decide from the first sample how samples are read; return notes on it."""
     collate, form = source.collate, form_of(first[0], options)
     pair = first[0] if form is None else form(first[0], 0)
     notes = [] if form is None else [*form.notes]
@@ -240,25 +240,25 @@ def _understand(
 
 
 def _stated(dataset: Any, name: str) -> Any:
-    """An attribute of a dataset, or of the one that a `Subset` is part of; None without it."""
+    """Return an attribute of a dataset, or of the dataset behind a `Subset`; None if absent."""
     found = getattr(dataset, name, None)
     return _stated(dataset.dataset, name) if found is None and isinstance(dataset, Subset) else found
 
 
 def _listed_targets(dataset: Any) -> Any:
-    """A dataset's attribute `targets`, all labels; None where a transform makes something else of them."""
+    """Return a dataset's attribute `targets`, all labels; None if a target transform changes them."""
     return getattr(dataset, "targets", None) if getattr(dataset, "target_transform", None) is None else None
 
 
 def _names(collate: Collate) -> tuple[str, ...] | None:
-    """The classes that text labels name."""
+    """Return the class names of text labels, if any."""
     return None if collate.form is None else collate.form.classes
 
 
 def _opaque_info(
     dataset: Any, batch: Any, collate: Collate, task: str, known: DataInfo | None
 ) -> DataInfo | None:
-    """The facts that a dataset states, if only the user's task knows what a batch is; else None."""
+    """Return the facts a dataset states, if only the user's task can interpret a batch; else None."""
     inputs = batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
     is_pair = next(tensors_in(inputs), None) is not None
     if is_pair and isinstance(target := batch[1], (list, tuple)):
@@ -283,7 +283,7 @@ def _opaque_info(
 
 
 def _names_otherwise(labels: Tensor, task: str) -> bool:
-    """Return True if labels name classes in another way than by whole numbers."""
+    """Return True if class labels are floats or rows, not whole numbers."""
     return task == "classification" and (labels.is_floating_point() or labels.dim() > 1)
 
 
@@ -308,12 +308,12 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
 
 
 def _scan(source: DatasetSource) -> Any:
-    """Up to 2,000 samples, spread over the whole."""
+    """Fetch up to 2,000 samples, spread over the whole dataset."""
     return source.fetch(source.spread(_SCAN_LIMIT))
 
 
 def _stated_classes(dataset: Any) -> int | None:
-    """The attribute `num_classes` of a user's dataset, if it has one."""
+    """Return the attribute `num_classes` of a user's dataset, if it has one."""
     stated = _stated(dataset, "num_classes")
     if stated is None:
         return None
@@ -336,7 +336,7 @@ def _info(
     all_inputs: Tensor | None = None,
     names: tuple[str, ...] | None = None,
 ) -> DataInfo:
-    """The facts shown by a sample, the labels, all inputs that are in memory, and `names` of text labels."""
+    """Return the facts shown by a sample, the labels, all inputs if in memory, and text label `names`."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
     inputs, target = sample[0], signed(torch.as_tensor(sample[1]))
     known = target.reshape(1, *target.shape) if labels is None else labels
@@ -360,7 +360,7 @@ def _info(
     names = tuple(map(str, names)) if names is not None else None
     stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
     if task == "auto" and kind == "tokens":
-        # As many classes as tokens are the next tokens.
+        # If there are as many classes as tokens, the targets are next tokens.
         of_classes = bool(stated) and stated != facts["vocab_size"]
         task = "token_classification" if of_classes else "language_modelling"
         facts["task_reason"] = f"a {'class' if of_classes else 'token'} for each token"
@@ -369,7 +369,7 @@ def _info(
     if facts.get("vocab_size", 0) is None and trained_on is not None:
         facts["vocab_size"] = trained_on.vocab_size
     elif facts.get("vocab_size", 0) is None and all_inputs is not None:
-        # One sample shows only some tokens; predicted targets are tokens, too.
+        # One sample shows only some tokens; in language modelling, targets are tokens, too.
         seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
         facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
     if target_kind == "map":
@@ -381,14 +381,14 @@ def _info(
             stated = known.shape[1]
         elif not stated and target_kind != "mask":
             classes = as_classes(known) if _names_otherwise(known, task) else known
-            # Labels may be those of some samples.
+            # Labels may cover only some samples.
             stated = count_classes(classes, operator.length_hint(dataset, len(classes)))
         facts["num_classes"] = stated
     return DataInfo(kind=kind, task=task, class_names=names, target_kind=target_kind, **facts)
 
 
 def _check_task(task: str, target_kind: str, labels: Tensor) -> None:
-    """Raise DataError D004 if the config names a task that such labels are not for."""
+    """Raise DataError D004 if the labels do not suit the task in the config."""
     what = None
     if task == "semantic_segmentation" and target_kind != "mask":
         what = f"takes a whole number for each pixel of an image, and labels are of {shape_of(labels)}"

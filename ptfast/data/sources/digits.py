@@ -1,7 +1,7 @@
 """The 1,797 handwritten digits that ship with the package: real data that trains in seconds, offline.
 
 Provenance: the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak 1998),
-UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0.
+UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, license CC BY 4.0.
 The values are unchanged.
 """
 

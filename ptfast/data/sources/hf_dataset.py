@@ -49,7 +49,7 @@ class HfDataset(ReadsAsKnown):
 
     Raises:
         MachineError: E004 by `load` if the package is not installed.
-        DataError: D001 if there is no such dataset, D005 for one without the columns; by `load`.
+        DataError: D001 if there is no such dataset, D005 if columns are missing; by `load`.
     """
 
     name = "hf"
@@ -104,7 +104,7 @@ class HfDataset(ReadsAsKnown):
         return Splits.of(info, sources, note, classes_from="a column of ClassLabel", groups=groups)
 
     def _streams(self, parts: dict[str, Any], columns: dict[str, str | None], seed: int) -> Splits:
-        """Splits whose rows are read and decoded as training asks for them."""
+        """Return splits whose rows are read and decoded on demand."""
         label, column = str(columns["label"]), str(columns["text"] or columns["image"])
         stated = getattr(parts["train"].features[label], "names", None) or self.classes
         if stated is None:
@@ -128,7 +128,7 @@ class HfDataset(ReadsAsKnown):
         return Splits.of(info, sources, "its rows are read as training asks for them")
 
     def _batch(self, column: str, label: str, classes: Sequence[Any], tokenizer: Any, rows: list[Any]) -> Any:
-        """The inputs and targets of rows of a stream."""
+        """Return the inputs and targets of a stream's rows."""
         where, inputs, labels = "a batch,", [row[column] for row in rows], [row[label] for row in rows]
         labels = [classes.index(each) if each in classes else each for each in labels]
         targets = _numbers(labels, where, f"data.label={label}")
@@ -141,7 +141,7 @@ class HfDataset(ReadsAsKnown):
         return TextSource(texts, targets, tokenizer.pad_id, self.max_length).fetch(np.arange(len(rows)))
 
     def _columns(self, train: Any) -> dict[str, str | None]:
-        """The columns of text, image and label; of inputs one may be None."""
+        """Return the text, image and label columns; text or image may be None."""
         columns: dict[str, str | None] = {}
         for role, guesses in _GUESSES.items():
             wanted = self.columns[role]
@@ -180,7 +180,7 @@ class HfDataset(ReadsAsKnown):
         return found
 
     def _files(self, part: Any, column: str) -> Any:
-        """A split with the bytes of its images' files."""
+        """Return a split whose images are left encoded."""
         kind = import_extra("datasets", "hf", "data", "hf").Image
         if not isinstance(part.features[column], kind):
             what = f"contains {part.features[column]}, not images"
@@ -188,7 +188,7 @@ class HfDataset(ReadsAsKnown):
         return part.cast_column(column, kind(decode=False))
 
     def _decoded(self, files: Sequence[Any], split: str) -> Tensor:
-        """Images, decoded from the bytes of their files as all other images are: (rows, height, width, 3)."""
+        """Decode image files with ptfast's decoder, not with `datasets`: (rows, height, width, 3)."""
 
         def decoded(row: int) -> Pixels:
             file, name = files[row] or {}, f"{self.path}, row {row:,} of {split}"
@@ -204,7 +204,7 @@ class HfDataset(ReadsAsKnown):
 
 
 class HfStream(IterableSource):
-    """Rows of `datasets`; the process that makes a batch decodes its own."""
+    """A stream of rows of `datasets`; the process that makes a batch decodes its rows."""
 
     shares_batches = True
 
@@ -222,12 +222,12 @@ def describe_labels(
     known: DataInfo | None,
     key: str,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts of `DataInfo` that the labels of each split show, and its targets.
+    """Return the `DataInfo` facts shown by the labels, and the targets of each split.
 
     Args:
-        names: the classes of a split whose labels are their numbers; another split may count them otherwise.
-        known: the data of a trained model, whose classes count.
-        key: names the labels in errors.
+        names: class names of splits whose labels are numbers; each split may number them differently.
+        known: the data of a trained model, whose classes are used.
+        key: name of the labels in error messages.
     """
     for split, own in labels.items():
         row = next((row for row, each in enumerate(own) if each is None or each != each), None)
@@ -259,7 +259,7 @@ def describe_labels(
 
 
 def _numbers(labels: list[Any], split: str, key: str) -> Tensor:
-    """Labels as int64 or float32, one number or a row of them each."""
+    """Return labels as int64 or float32: one number or a row of numbers each."""
     try:
         array = np.asarray(labels)
     except ValueError:
@@ -273,7 +273,7 @@ def _numbers(labels: list[Any], split: str, key: str) -> Tensor:
 
 
 def _texts(column: Any, name: str, split: str) -> list[str]:
-    """The texts of a column; words in a list are joined by spaces."""
+    """Return the texts of a column; words in a list are joined by spaces."""
     texts: list[str] = []
     for row, text in enumerate(column):
         if isinstance(text, (list, tuple)) and all(isinstance(word, str) for word in text):

@@ -1,4 +1,4 @@
-"""Images of differing sizes, from files or memory, brought to one size as they are fetched."""
+"""Images of different sizes, from files or memory, resized to one size when fetched."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ptfast.data.transforms.resized_crops import Sizes
 OnCorrupt = Literal["error", "skip"]
 REMEDY = "Replace the file, remove it, or leave such files out with data.on_corrupt=skip"
 _SOME = 64
-"""Files whose sizes estimate those of all."""
+"""Number of files used to estimate the average size."""
 _CHUNK, _FEW_CHUNKS, _MOST_DECODERS = 256, 16, 16
 _SMALL = 3 * 100 * 100
-"""Bytes of an image that is decoded sooner than a thread gets Python's lock."""
+"""Images of fewer bytes are decoded faster than a thread acquires the GIL."""
 
 
 class ImageSource(MapSource):
-    """Images of one class each, fitted to `image_size` as they are fetched. Subclasses give `original`.
+    """Images with one class each, resized to `image_size` when fetched. Subclasses define `original`.
 
-    As many threads as torch uses here read them: decoding releases the interpreter lock.
+    They are read by as many threads as torch uses: decoding releases the GIL.
     """
 
     columns = ("targets",)
@@ -45,20 +45,20 @@ class ImageSource(MapSource):
     targets: Tensor
     """int64 (images,)."""
     image_size: int | None = None
-    """Side of the square that images are brought to as they are fetched; None where they are not."""
+    """Side of the square that fetched images are resized to; None to keep their size."""
     shape: tuple[int, ...] = ()
-    """(height, width, channels) of every image as it is fetched; empty until it is known."""
+    """(height, width, channels) of every fetched image; empty until known."""
 
     @property
     def decoded_bytes(self) -> int | None:
         return len(self) * math.prod(self.shape) if self.shape else None
 
     def name_of(self, index: int) -> str:
-        """Image `index` by its name, for messages."""
+        """Return the name of image `index`, for messages."""
         return "data"
 
     def fitted(self, index: int) -> Pixels:
-        """Image `index` in the size in which it is fetched."""
+        """Return image `index` at the size that `fetch` returns."""
         image = self.original(index)
         return image if self.image_size is None else fit(image, self.image_size)
 
@@ -72,11 +72,11 @@ class ImageSource(MapSource):
 
 
 class ImageFiles(ImageSource):
-    """Images that are decoded each time they are fetched.
+    """Image files that are decoded on every fetch.
 
     Args:
-        on_corrupt: `error` rejects a file that cannot be decoded. `skip` shows the next readable one in its
-            place, with an ignored label, so that every other sample keeps its index.
+        on_corrupt: `error` rejects a file that cannot be decoded. `skip` returns the next readable one in its
+            place, with an ignored label, so that all other samples keep their index.
     """
 
     columns = ("targets", "paths", "_corrupt", "_converted", "_sizes")
@@ -91,7 +91,7 @@ class ImageFiles(ImageSource):
     ) -> None:
         self.paths, self.targets, self.image_size = paths, targets, image_size
         self.skips = on_corrupt == "skip"
-        # As far as they were read: which are unreadable, which were not 8-bit RGB; heights and widths.
+        # Known for the files read so far: unreadable, not 8-bit RGB; height and width.
         self._corrupt, self._converted = np.zeros((2, len(paths)), np.bool_)
         self._sizes = np.zeros((len(paths), 2), np.int32)
 
@@ -101,7 +101,7 @@ class ImageFiles(ImageSource):
 
     @property
     def num_converted(self) -> int:
-        """Images that were not 8-bit RGB, of those fetched so far."""
+        """Number of images fetched so far that were not 8-bit RGB."""
         # The image shown in place of an unreadable file is counted at its own index.
         return int((self._converted & ~self._corrupt).sum())
 
@@ -109,7 +109,7 @@ class ImageFiles(ImageSource):
         return self.paths[index]
 
     def original(self, index: int) -> Pixels:
-        """Image `index` decoded; the next that can be decoded, if unreadable files are skipped."""
+        """Decode image `index`, or the next readable one if unreadable files are skipped."""
         for other in chain(range(index, len(self.paths)), range(index)) if self.skips else (index,):
             if self._corrupt[other]:
                 continue
@@ -125,13 +125,13 @@ class ImageFiles(ImageSource):
         raise DataError("D005", "cannot be decoded, and neither can any other file", key=self.paths[index])
 
     def labels(self, indices: Indices) -> Tensor:
-        """The targets of samples `indices`, which have been fetched; `IGNORE_INDEX` for unreadable ones."""
+        """Return the targets of samples already fetched; `IGNORE_INDEX` for unreadable ones."""
         labels = super().labels(indices)
         labels[torch.from_numpy(self._corrupt[indices])] = IGNORE_INDEX
         return labels
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
-        """Heights and widths of the images by their files, each read once."""
+        """Return heights and widths of the images; each file is read once."""
         for index in indices:
             if not self._sizes[index, 0]:
                 try:
@@ -144,18 +144,18 @@ class ImageFiles(ImageSource):
         return heights, widths
 
     def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
-        """Note which of the samples `indices` were unreadable for the process that fetched `targets`."""
+        """Record samples of `indices` that were unreadable for the process that fetched `targets`."""
         self._corrupt[indices[targets.numpy() == IGNORE_INDEX]] = True
 
     def unreadable(self) -> list[str]:
-        """Names of the files that are known to be unreadable."""
+        """Return the names of files known to be unreadable."""
         return [self.paths[int(i)] for i in np.flatnonzero(self._corrupt)]
 
     def to_memory(self, arrays: SharedArrays | None = None) -> TensorSource:
-        """Every image in one tensor, decoded on all cores that ranks which share it may use.
+        """Decode all images into one tensor, on the spare cores of all ranks that share it.
 
-        Small images are decoded by processes: threads would take turns at Python's lock, and 16 of them take
-        three times as long as one.
+        Small images are decoded by processes: threads would contend for the GIL, and 16 of them take three
+        times as long as one.
         """
         if self.skips:
             memory = super().to_memory(arrays)
@@ -189,7 +189,7 @@ class ImageFiles(ImageSource):
     def _decode(
         self, shape: tuple[int, ...], chunk: range, *, into: Pixels | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The images of a chunk, as written `into` their places, or new, and which were converted."""
+        """Decode a chunk, `into` an array if given; return the images and which were converted."""
         images = np.empty((len(chunk), *shape), np.uint8) if into is None else into[chunk.start : chunk.stop]
         for image, place in zip(images, chunk, strict=True):
             pixels = self.fitted(place)
@@ -201,7 +201,7 @@ class ImageFiles(ImageSource):
 
 
 def set_shapes(sources: Mapping[str, ImageSource]) -> tuple[int, ...]:
-    """Expect images of one size from all splits, that of the first: (channels, height, width)."""
+    """Require all splits to have the size of the first training image; return (channels, height, width)."""
     shape = tuple(sources["train"].fetch(np.arange(1))[0].shape[1:])
     for source in sources.values():
         source.shape = shape
@@ -209,9 +209,9 @@ def set_shapes(sources: Mapping[str, ImageSource]) -> tuple[int, ...]:
 
 
 class ImagesInMemory(ImageSource):
-    """The images of another source in memory, as large as they are there: crops need the original pixels.
+    """The images of another source in memory, at their original size, which crops need.
 
-    Cost: the memory of all pixels, a few times that of the files.
+    Cost: memory for all pixels, a few times the size of the files.
     """
 
     columns = ("targets", "_pixels", "_sizes")

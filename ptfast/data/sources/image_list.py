@@ -37,7 +37,7 @@ _IMAGES = (
 
 
 class ListedFiles(ImageFiles):
-    """Images that a list names."""
+    """Images named in a list file."""
 
     def contents(self) -> list[Any]:
         sizes = np.array([size_and_time(path)[0] for path in self.paths], np.int64)
@@ -47,7 +47,7 @@ class ListedFiles(ImageFiles):
 
 
 class ImageList(ReadsAsKnown):
-    """Images named in a file, one row each, as Kaggle gives them: columns of the image and of its label.
+    """Images named in a file as on Kaggle: one row per image, with columns for the image and its label.
 
     Args:
         path: `.csv` or `.tsv` whose first line names the columns, or `.parquet`.
@@ -56,13 +56,13 @@ class ImageList(ReadsAsKnown):
         label: column of the label, or several columns: of 0 and 1 for multi-label, or of numbers to predict
             together; null to find it.
         extension: appended to names that have none, such as `.jpg`.
-        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
-            where all have one size.
+        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None if
+            all have one size.
         val_path, test_path: files of the same columns; without the first, `data.val` of the rows is held out.
         on_corrupt: `error` stops at the first file that cannot be decoded; `skip` leaves such files out.
 
     Raises:
-        ConfigError: C011 for `on_corrupt=skip` with numbers to predict, which have no ignored label.
+        ConfigError: C011 for `on_corrupt=skip` unless targets are classes: others have no ignored label.
         DataError: D001 to D005 by `load`, naming the file and the row.
     """
 
@@ -110,7 +110,7 @@ class ImageList(ReadsAsKnown):
         return Splits.of(info, sources, "; ".join(notes), groups=groups)
 
     def _columns(self, rows: Rows) -> tuple[str, Sequence[str]]:
-        """The columns of the image and of the labels: those named, or found by their names or places."""
+        """Return the image and label columns: as configured, or found by name or position."""
         names = [*rows.columns]
         lower = {name.lower(): name for name in reversed(names)}
         image = self.image or next((lower[name] for name in _IMAGES if name in lower), None)
@@ -125,7 +125,7 @@ class ImageList(ReadsAsKnown):
         return image, labels
 
     def _paths(self, rows: Rows, image: str) -> list[str]:
-        """The file of each row; D005 for files that are not there, unless such files are left out."""
+        """Return the file of each row; raise D005 for missing files unless they are skipped."""
         paths, missing = list[str](), list[int]()
         for row, value in zip(rows.numbers, rows.columns[image], strict=True):
             name = str(value or "").strip()
@@ -163,7 +163,7 @@ class ImageList(ReadsAsKnown):
 
 
 def _without_repeats(rows: Rows, image: str, labels: Sequence[str]) -> tuple[Rows, str]:
-    """The rows without those that say the same again, and a note on them.
+    """Return the rows without duplicates, and a note on them.
 
     Raises:
         DataError: D004 for an image with two labels.

@@ -30,15 +30,15 @@ class ImageFolder(ReadsAsKnown):
     Args:
         root: folder of `train/` (and `val/`, `test/`) with class folders, of class folders alone, or a pack
             of these made by `ptfast pack`.
-        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
-            where all have one size.
+        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None if
+            all have one size.
         on_corrupt: `error` stops at the first file that cannot be decoded; `skip` leaves such files out, and
             other samples keep their index.
 
     Raises:
         ConfigError: C011 for a pack with `on_corrupt=skip`.
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be decoded,
-            D007 for a pack that is not whole or older than its source.
+            D007 for a pack that is incomplete or older than its source.
     """
 
     name = "imagefolder"
@@ -72,7 +72,7 @@ class ImageFolder(ReadsAsKnown):
         )
 
     def _look(self, classes: tuple[str, ...], listings: dict[str, Listing]) -> tuple[Contents, str]:
-        """The contents of the splits, by their files, and the cache key of their statistics."""
+        """Return the fingerprint of each split's files, and the cache key of their statistics."""
         contents, newest_ns = tree_contents(self.root, classes, listings, STAT_LIMIT)
         # Overwriting a file does not change its folder's time.
         newest = max(newest_folder(self.root), newest_ns)

@@ -1,4 +1,4 @@
-"""Images with a mask of classes each: `images/` and `masks/`, alone or in `train/`, `val/` and `test/`."""
+"""Images with class masks: `images/` and `masks/`, alone or in `train/`, `val/` and `test/`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Pair = tuple[str, str]
 
 
 class MaskFolder(ReadsAsKnown):
-    """Images in `images/` and their masks in `masks/` under the same names, whatever the suffix.
+    """Images in `images/` and masks of the same names in `masks/`; their suffixes may differ.
 
     Args:
         root: folder of `train/` (and `val/`, `test/`), each with `images/` and `masks/`, or of these two.
         image_size: side in pixels that images and masks are brought to: shorter side resized, center
             cropped. null if all have one size.
-        num_classes: number of classes, if the labels that occur do not show it. Labels are the grey values of
+        num_classes: number of classes, if the labels that occur do not show it. Labels are the gray values of
             a mask, or the indices into its palette.
 
     Raises:
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be read or a
-            mask of another size than its image.
+            mask whose size differs from its image.
     """
 
     name = "mask_folder"
@@ -65,7 +65,7 @@ class MaskFolder(ReadsAsKnown):
 
 
 class MaskedImages(ImageSource):
-    """Images and masks, of pairs of files, that are decoded each time they are fetched."""
+    """Images and masks from pairs of files, decoded on every fetch."""
 
     columns = ("pairs", "_numbers")
     crops_originals = False
@@ -98,7 +98,7 @@ class MaskedImages(ImageSource):
 
 
 def read_mask(file: str) -> Pixels:
-    """The class number of each pixel, uint8 (height, width): grey values, or entries of a palette."""
+    """Return the class number of each pixel, uint8 (height, width): gray values, or palette indices."""
     with opened(file, file) as mask:
         if mask.mode in ("L", "P", "1"):
             return np.array(mask, np.uint8)
@@ -112,13 +112,13 @@ def read_mask(file: str) -> Pixels:
 
 
 def _resize_nearest(mask: Tensor, height: int, width: int) -> Tensor:
-    """A mask (height, width, 1) in another size, to the nearest pixel."""
+    """Resize a mask (height, width, 1) by the nearest pixel."""
     resized = F.interpolate(mask[None, None, ..., 0], (height, width), mode="nearest-exact")
     return resized[0, 0, ..., None]
 
 
 def _pairs(folder: Path, passed: PassedOver) -> list[Pair]:
-    """The files of images and of their masks, in the order of their names."""
+    """Return the pairs of image and mask files, sorted by the image's path."""
     found: dict[str, dict[str, str]] = {}
     for part in ("images", "masks"):
         if not (folder / part).is_dir():

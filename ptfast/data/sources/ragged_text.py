@@ -24,9 +24,9 @@ Numbers = NDArray[np.integer]
 
 
 class RaggedSource(MapSource):
-    """Slices of a flat array of tokens, each of `lengths` tokens (>= 1) from one of `starts` on.
+    """Sequences in a flat array of tokens: each has `lengths` tokens (>= 1), beginning at `starts`.
 
-    They are padded by `pad_id` to the longest of a batch, or to `max_length` by `Padding.fixed`.
+    A batch is padded with `pad_id` to its longest sequence, or to `max_length` by `Padding.fixed`.
     """
 
     columns: tuple[str, ...] = ("starts", "lengths")
@@ -53,11 +53,11 @@ class RaggedSource(MapSource):
         return describe_part(len(self), "texts", self.tokens, self.starts, self.lengths, *labels)
 
     def gather(self, indices: Indices, ahead: int = 0, fill: int | None = None) -> Tensor:
-        """Sequences, shifted by `ahead` tokens and padded with `fill`: (batch, length) int64."""
+        """Return sequences, shifted by `ahead` tokens and padded with `fill`: (batch, length) int64."""
         lengths = self.lengths[indices]
         columns = np.arange(self.padding.width(int(lengths.max()), self.max_length))
         places = (self.starts[indices] + ahead)[:, None] + columns
-        # Places beyond the end of the array are clipped here; all beyond a sequence are filled below.
+        # Indices past the end of the array are clipped here; all past a sequence are filled below.
         tokens = self.tokens.take(places, mode="clip").astype(np.int64, copy=False)
         tokens[columns >= lengths[:, None]] = self.pad_id if fill is None else fill
         return torch.from_numpy(tokens)
@@ -89,7 +89,7 @@ def labelled_texts(
     max_length: int,
     **facts: Any,
 ) -> tuple[DataInfo, dict[str, TextSource]]:
-    """The facts about labelled texts, `facts` about the labels among them, and a source for each split."""
+    """Return the facts about labeled texts, including `facts` about the labels, and a source per split."""
     sources = {
         split: TextSource(encode(own, tokenizer), labels[split], tokenizer.pad_id, max_length)
         for split, own in texts.items()
@@ -107,7 +107,7 @@ def labelled_texts(
 
 
 class Documents(RaggedSource):
-    """Documents to model: `(inputs, targets)`, the targets one token further on and -100 beyond the end.
+    """Documents for language modelling: `(inputs, targets)`, targets shifted by one and padded with -100.
 
     Documents longer than `max_length` become several samples; all tokens but the first are predicted once.
     """
@@ -131,14 +131,14 @@ Lengths = NDArray[np.int64]
 
 
 class PackedSequences(MapSource):
-    """Windows that contain several documents each: `(PackedTokens, targets)`, all of one length.
+    """Windows of one length, each with several documents: `(PackedTokens, targets)`.
 
     Packed batches have almost no padding and a single shape. A document attends only to itself and its
-    positions begin at 0, so its loss is that of the document alone. Each window, of `context_length` tokens,
-    keeps its mix of lengths; the documents of these lengths are drawn anew in every epoch.
+    positions start at 0, so its loss is the same as without packing. Each window of `context_length` tokens
+    keeps its mix of lengths; every epoch draws documents of these lengths anew.
 
-    Cost: attention computes whole windows, with other documents masked, unless a kernel takes documents of
-    unequal lengths (`models.layers.packed_mask`). Once an epoch, a sort of documents.
+    Cost: attention computes whole windows, with other documents masked, unless a kernel supports variable
+    lengths (`models.layers.packed_mask`). Each epoch sorts the documents once.
     Source: Krell et al. 2021, arXiv:2107.02027.
     """
 
@@ -181,32 +181,32 @@ class PackedSequences(MapSource):
         targets.reshape(-1)[flat] = self._documents.tokens[source + 1]
         where.reshape(-1)[flat] = positions
         num_sequences = len(documents) + int((used < self._context).sum())
-        # A power of two, so that compiled models see few of them.
+        # Rounded up to a power of two, so that compiled models see few distinct values.
         most = 1 << (num_sequences - 1).bit_length()
         packed = PackedTokens(torch.from_numpy(inputs), torch.from_numpy(where), most)
         return packed, torch.from_numpy(targets)
 
     def _in_slots(self, epoch: int) -> Indices:
-        """The document in every slot."""
+        """Return the document in each slot."""
         if epoch not in self._placed:
             shuffled = permutation(self._seed, epoch, len(self._lengths))
             by_length = shuffled[np.argsort(self._lengths[shuffled], kind="stable")]
             placed = np.empty_like(by_length)
             placed[self._slot_order] = by_length
-            # Workers may still read the previous epoch.
+            # Keep the previous epoch: workers may still read it.
             self._placed = {**dict([*self._placed.items()][-1:]), epoch: placed}
         return self._placed[epoch]
 
 
 def pack_lengths(lengths: Lengths, capacity: int) -> tuple[Lengths, Lengths]:
-    """The lengths of documents, window by window, and how many documents each window has.
+    """Pack documents into windows; return their lengths by window, and the documents per window.
 
-    Filled by best fit: the longest document first, into the least room that it fits.
+    This is best fit: the longest document goes first, into the smallest room that it fits.
 
     Cost: a loop over the distinct lengths and fillings, not over documents.
     """
     remaining = np.bincount(lengths, minlength=capacity + 1)
-    # By the room left: fillings as (lengths, how many windows have it).
+    # Fillings by the room left: (lengths, number of windows filled this way).
     fillings: dict[int, list[tuple[tuple[int, ...], int]]] = {}
     for length in np.flatnonzero(remaining)[::-1].tolist():
         left = int(remaining[length])

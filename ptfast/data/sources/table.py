@@ -19,14 +19,14 @@ class Table(ReadsAsKnown):
     """Rows of a CSV or Parquet file: numbers, dates and categories, and a target to predict.
 
     A column is numeric if all its values are numbers, a date if all are ISO dates (then days since 1970), and
-    categorical otherwise. Missing numbers become the median of the training rows, with a further input that
-    says so. Each category gets a number; the model sees those last, and `model=mlp` embeds them. All of it
-    is fitted to the training rows, saved with the run and applied by `predict`.
+    categorical otherwise. Missing numbers become the median of the training rows, and an extra input flags
+    them. Categories become numbers, which come last in the input; `model=mlp` embeds them. The preparation is
+    fitted to the training rows, saved with the run and applied by `predict`.
 
     Args:
         path: `.csv` or `.tsv` whose first line names the columns, or `.parquet`.
-        target: the column to predict. Text and up to 20 different whole numbers are classes, other numbers
-            are predicted as such; `task=classification` or `task=regression` decides otherwise.
+        target: the column to predict. Text and up to 20 distinct whole numbers are classes, other numbers are
+            regression targets; `task=classification` or `task=regression` overrides this.
         val_path, test_path: files of the same columns; without the first, `data.val` of the rows is held out.
         ignore: columns to leave out.
         categorical: columns whose numbers are names, such as postal codes.
@@ -56,7 +56,7 @@ class Table(ReadsAsKnown):
         rows["train"].check("data.categorical", *self.categorical)
         for each in rows.values():
             each.check("data.target", self.target)
-        # The preparation must not see the rows that are held out.
+        # The preparation must not see held-out rows.
         rows |= self._split(rows, val, seed)
         notes = list[str]()
         if self.known is not None:
@@ -96,7 +96,7 @@ class Table(ReadsAsKnown):
         return Splits.of(info, sources, "; ".join([counts, *notes]))
 
     def _split(self, rows: dict[str, Rows], val: Duration, seed: int) -> dict[str, Rows]:
-        """The training rows, and those that are held out of them."""
+        """Split held-out rows off the training rows."""
         train, group = rows["train"], self.rules.group
         facts, targets = read_targets({"train": train}, self.target, task=self.task, known=self.known)
         classes = targets["train"].numpy() if facts["task"] == "classification" else None

@@ -1,4 +1,4 @@
-"""Text: labelled lines for classification, and running text for language modelling."""
+"""Text: labeled lines for classification, and running text for language modelling."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "t
 
 
 class TextTsv(ReadsAsKnown):
-    """Labelled texts: one `text<TAB>label` a line in `train.tsv`, `dev.tsv` (or `val.tsv`) and `test.tsv`.
+    """Labeled texts: one `text<TAB>label` per line in `train.tsv`, `dev.tsv` (or `val.tsv`) and `test.tsv`.
 
     Files may also be `.csv`, and their first line may name the columns; see `read_table`.
 
@@ -89,7 +89,7 @@ class TextTsv(ReadsAsKnown):
         return Splits.of(info, sources, "; ".join(notes), groups=groups)
 
     def _rows(self) -> tuple[dict[str, Table], list[str]]:
-        """Texts and labels of each split, and a note for each set of columns that they come from."""
+        """Return the texts and labels of each split, and a note on the columns they come from."""
         tables, files = dict[str, Table](), dict[str, list[str]]()
         for split, path in self._files().items():
             table = read_table(path, self.text, self.label)
@@ -129,8 +129,8 @@ class TextTsv(ReadsAsKnown):
 class TextFile(ReadsAsKnown):
     """Text for language modelling, from one file: running text, or documents.
 
-    The last part of the text is for validation. Training windows of running text begin at random places in
-    the rest; each document is a sample.
+    The last part of the text is held out for validation. Training windows of running text start at random
+    places in the rest; each document is a sample.
 
     Args:
         path: a text file in UTF-8, or a pack of one, made by `ptfast pack`.
@@ -164,7 +164,7 @@ class TextFile(ReadsAsKnown):
             text = read_text(self.path)
             tokenizer = learn_tokenizer(self.tokenizer, [text], None, self.known)
             texts = split_documents(text, self.documents)
-            # Blank lines between documents are neither tokens nor text that is modelled.
+            # Blank lines between documents are not modeled, so they do not count.
             text_bytes = sum(len(part.encode()) for part in texts)
             encoded = encode(texts, tokenizer)
         info = DataInfo(
@@ -187,7 +187,7 @@ class TextFile(ReadsAsKnown):
         return splits
 
     def _read_packed(self, manifest: Manifest) -> tuple[Tokenizer, Encoded, int]:
-        """The tokenizer, the tokens and the bytes of the text that was packed into the folder."""
+        """Return the tokenizer, the tokens and the number of text bytes of a pack."""
         text, known = manifest.text, self.known
         if text is None:
             hint = f"Use data=imagefolder data.root={self.path}"
@@ -224,7 +224,7 @@ class TextFile(ReadsAsKnown):
         end = len(tokens) - num_val * context
         if end <= context:
             raise DataError("D006", "leaves no training text", key="data.val", value=val)
-        # The token before them is the first input: targets are one token further on.
+        # Start one token early, as the first input: targets are shifted by one token.
         val_windows = Windows(tokens[end - 1 :], context) if num_val else None
         return Windows(tokens[:end], context, seed), val_windows
 
@@ -248,7 +248,7 @@ class TextFile(ReadsAsKnown):
 
 
 def split_documents(text: str, documents: str) -> list[str]:
-    """The documents of a text, in order, without empty ones; each keeps the end of its last line."""
+    """Split a text into its non-empty documents; each keeps its final line end."""
     if documents == "none":
         return [text]
     boundary = r"(?<=\n)" if documents == "lines" else r"(?<=\n)(?:[ \t\r]*\n)+"
@@ -256,9 +256,9 @@ def split_documents(text: str, documents: str) -> list[str]:
 
 
 class Windows(MapSource):
-    """Windows of running text: `(inputs, targets)`, the targets one token further on.
+    """Windows of running text: `(inputs, targets)`, with targets shifted by one token.
 
-    `seed` draws the place of each window anew in every epoch; without it they follow one another.
+    With `seed`, every epoch draws a new place for each window; without it, windows follow one another.
     """
 
     columns = ("_numbers",)

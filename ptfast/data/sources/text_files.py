@@ -1,4 +1,4 @@
-"""Files of text: as a whole, and labelled texts in TSV and CSV, with or without a line that names columns."""
+"""Labeled texts in TSV, CSV and record files, with or without a header line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ptfast.core.errors import DataError, shorten
 from ptfast.data.tables.columns import RECORDS, TAB, read_lines, read_rows
 
 SUFFIXES = (".tsv", ".csv", *RECORDS)
-"""Of files of labelled texts."""
+"""Suffixes of files of labeled texts."""
 LABELS = {"label", "labels", "class", "target", "category", "sentiment", "gold_label"}
 _TEXTS = {"text", "sentence", "review", "content", "comment", "document", "question", "tweet", "phrase"}
 _NUMBERS = {"id", "idx", "index", "guid", ""}
 _NAME_WORDS = 3
-"""Words of a column's name, at most."""
+"""Maximum number of words in a column's name."""
 _SHORT = 24
 _FEW = 10
-"""Lines in which any number of labels may differ."""
+"""In files of up to this many lines, every line may have a different label."""
 
 
 class Table(NamedTuple):
@@ -28,25 +28,25 @@ class Table(NamedTuple):
 
     texts: list[str]
     labels: list[str] | None
-    """None where the first line names columns, and no label among them."""
+    """None if the header names no label."""
     columns: str
-    """Which columns were read, for the panel; all where none is the label, and empty where none is named."""
+    """The columns read, for the panel: all if none is the label, empty without a header."""
     text_names: list[str]
-    """The columns of the text."""
+    """Names of the text columns."""
 
 
 def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -> Table:
-    """Texts and labels of a file; empty lines are skipped.
+    """Return the texts and labels of a file; empty lines are skipped.
 
-    The label is the last column, and the text is all before it. A first line that names columns is not a
-    sample. It may put the label elsewhere, under `label`, `class` and the like, and the text under `text`,
-    `sentence` and the like, or in all other columns but running numbers. The first line names columns if, in
-    the label's place, it alone has such a name, or no number where all other lines have one.
+    Without a header, the label is the last column and the text is everything before it. A header may name the
+    label `label`, `class` and the like, and the text `text`, `sentence` and the like; otherwise the text is
+    all other columns except row numbers. The first line is a header if, in the label's column, it alone has
+    such a name, or it alone is not a number.
 
     Args:
-        path: `.csv`, with commas, semicolons or tabs and quotes; anything else has tabs, and quotes that are
-            part of a text.
-        text, label: columns by their names in the first line; those that are not given are found.
+        path: `.csv`, with commas, semicolons or tabs and quotes; other text files have tabs, and their quotes
+            are part of the text.
+        text, label: names of columns in the header; found automatically if not given.
     """
     rows, delimiter = read_rows(path)
     header = _header(path, [fields for _, fields in rows], text, label)
@@ -73,7 +73,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
             what = f"has no label: expected text{'<TAB>' if delimiter == TAB else delimiter}label"
         if what is not None:
             raise DataError("D005", what, key=f"{path}:{number}")
-        # If no line names columns, a text may contain delimiters itself.
+        # Without a header, a text may contain the delimiter.
         parts = delimiter.join(fields[:-1]) if header is None else " ".join(fields[each] for each in texts)
         table.texts.append(parts)
         if table.labels is not None and place is not None:
@@ -85,7 +85,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
 
 
 def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[int, str]]:
-    """The texts of a file with the number of each line: of `columns` where its first line names these."""
+    """Yield the number and text of each line; the text is that of `columns` if the header names them."""
     if columns and path.suffix.lower() in SUFFIXES:
         (_, first), *rows = read_rows(path)[0]
         names = [field.strip() for field in first]
@@ -98,7 +98,7 @@ def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[i
 
 
 def _check_no_table(path: Path, rows: Sequence[tuple[int, list[str]]]) -> None:
-    """Raise a D005 if most lines have as many fields, more than a text and its label."""
+    """Raise DataError D005 if most lines have the same number of fields, and more than two."""
     counts = Counter(len(fields) for _, fields in rows)
     usual, times = counts.most_common(1)[0]
     if usual <= 2 or len(rows) < 2 or 2 * times <= len(rows):
@@ -114,14 +114,14 @@ def _check_no_table(path: Path, rows: Sequence[tuple[int, list[str]]]) -> None:
 def _header(
     path: Path, rows: Sequence[list[str]], text: Sequence[str], label: str | None
 ) -> tuple[str, ...] | None:
-    """The first row, if it names columns: these, where the user names some; D005 where it may be either."""
+    """Return the first row if it names columns, or the user names some; raise D005 if that is unclear."""
     first, others = [field.strip() for field in rows[0]], rows[1:]
     if missing := [name for name in text if name not in first]:
         what = f"no such column in the first line, which is {_shown(first)}"
         raise DataError("D005", what, key="data.text", value=missing[0])
     if text or label:
         return tuple(first)
-    # pandas writes running numbers under an empty name.
+    # pandas writes row numbers under an empty name.
     if len(first) < 2 or not others or not _are_names(first[not first[0] :]):
         return None
     names = [name.lower() for name in first]
@@ -144,7 +144,7 @@ def _header(
 def _columns(
     path: Path, header: tuple[str, ...], text: Sequence[str], label: str | None
 ) -> tuple[int | None, list[int], bool]:
-    """The column of the label, None for none, those of the text, and whether the label is only a guess."""
+    """Return the label's column (or None), the text's columns, and whether the label is only a guess."""
     names = [name.lower() for name in header]
     texts = [header.index(name) for name in text]
     rest = [place for place in range(len(names)) if names[place] not in _NUMBERS and place not in texts]
@@ -153,7 +153,7 @@ def _columns(
         labels = [header.index(label)] if label in header else []
     guessed = not labels and label is None
     if guessed and len(header) == 2:
-        # One of two is the text, the last is the label unless it is called text.
+        # One of two columns is the text; the last is the label unless it is called text.
         labels = [place for place in rest if names[place] not in _TEXTS][-1:]
     if not labels:
         return None, texts, False
@@ -177,7 +177,7 @@ def _shown(fields: Sequence[str]) -> str:
 
 
 def _are_names(fields: Sequence[str]) -> bool:
-    """Return True if all of `fields` may be names of columns: a few words, and no number."""
+    """Return True if all of `fields` may be column names: a few words, and not a number."""
     return all(0 < len(field.split()) <= _NAME_WORDS and not _is_number(field) for field in fields)
 
 

@@ -1,4 +1,4 @@
-"""Images in tar shards as webdataset writes them: consecutive files of one name make a sample."""
+"""Images in webdataset tar shards: consecutive files of one name make a sample."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 class WebDataset:
     """Images and labels in tar shards, on local disks or at URLs.
 
-    Reading the headers of local shards shows where each sample lies. So the data has a length and epochs, and
-    is shuffled, shared out over ranks and workers and resumed like any other. With `data.shuffle_buffer`
-    shards are read nearly in their order, which slow and network disks need. Shards at URLs are a stream:
-    they are fetched as training comes to them, and need `steps` and `classes`.
+    The headers of local shards show where each sample is. So the data has a length and epochs, and is
+    shuffled, split over ranks and workers, and resumed like any other. With `data.shuffle_buffer`, shards are
+    read nearly in order, which slow and network disks need. Shards at URLs are a stream: they are downloaded
+    as training reaches them, and need `steps` and `classes`.
 
     Args:
         shards: of the training data: a pattern such as `DIR/train-{000..146}.tar` or `DIR/*.tar`, a folder,
             a pattern of URLs such as `https://HOST/train-{000..146}.tar`, or a list of these.
         val_shards, test_shards: shards of held-out data, in the same forms.
-        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
-            where all have one size.
+        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None if
+            all have one size.
         on_corrupt: `error`, or `skip` to leave out images that cannot be decoded.
         classes: number or names of the classes; for shards at URLs.
         cache: largest disk space for copies of shards at URLs, such as `20GB`.
 
     Raises:
-        ConfigError: C005 for a cache that is no size; C011 for one that is too small, C016 without `classes`,
-            by `load`.
-        DataError: D001 for shards that are not there, D002 for one without samples, D003 for labels of two
-            kinds, D004 for classes that only held-out data has and for captions, D005 for a shard that is no
-            tar, or truncated; by `load`.
+        ConfigError: C005 if `cache` is not a size; by `load`, C011 if it is too small and C016 without
+            `classes`.
+        DataError: D001 for missing shards, D002 for one without samples, D003 for labels of two kinds, D004
+            for captions and for classes that only held-out data has, D005 for a shard that is truncated or
+            not a tar; by `load`.
     """
 
     name = "webdataset"
@@ -121,7 +121,7 @@ class WebDataset:
         return Splits.of(info, sources, note, contents=contents, cache_key=cache_key)
 
     def _stream(self, places: dict[str, list[str]], seed: int) -> Splits:
-        """Splits of which any is at URLs."""
+        """Return splits, some of which are at URLs."""
         if self.classes is None:
             what = "is needed, because labels at URLs are not read beforehand"
             hint = "Set data.classes=1000, or the list of their names"
@@ -147,12 +147,12 @@ class WebDataset:
 
 
 class ShardedImages(ImageFiles):
-    """Images that are read out of their shards and decoded each time they are fetched."""
+    """Images read from their shards and decoded on every fetch."""
 
     joins = False
     paths: Members
     shuffle_buffer: int | None = None
-    """Draw each sample out of about so many neighbors; None to shuffle all."""
+    """Draw each sample from about this many neighbors; None to shuffle all."""
 
     def order(self, seed: int, epoch: int) -> Indices | None:
         if self.shuffle_buffer is None:
@@ -165,9 +165,9 @@ class Members(Sequence[str]):
     """Names of images in shards, kept as arrays: worker processes share them with their parent."""
 
     paths: tuple[str, ...]
-    """Of the shards."""
+    """Paths of the shards."""
     shards: NDArray[np.int32]
-    """The number of each image's shard."""
+    """Index of each image's shard."""
     names: NDArray[np.bytes_]
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -183,7 +183,7 @@ class Members(Sequence[str]):
         return len(self.shards)
 
     def __getitem__(self, index: Any) -> Any:
-        """The image at a place, or the images at several, as with an array."""
+        """Return the image at an index, or the images at several, like an array."""
         if isinstance(index, (int, np.integer)):
             name = self.names[index].decode("utf-8", "replace")
             place = int(self.offsets[index]), int(self.sizes[index])
@@ -193,12 +193,12 @@ class Members(Sequence[str]):
 
 
 def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Indices:
-    """A random order of shards, in which each sample moves by less than `size` (>= 1) places.
+    """Return a random order of shards in which each sample moves by less than `size` (>= 1) places.
 
-    This is the effect of a shuffle buffer as a function of (seed, epoch): no samples wait, and any
-    step is known at once. Reads stay within a few shards at a time; `shards` gives the shard of each sample.
+    It acts like a shuffle buffer, as a function of (seed, epoch): no samples are buffered, and any step is
+    known at once. Reads stay within a few shards at a time; `shards` gives the shard of each sample.
 
-    Cost: two sorts, 0.1 s for a million samples, once an epoch.
+    Cost: two sorts, 0.1 s for a million samples, once per epoch.
     """
     order = permutation(seed, epoch, int(shards.max()) + 1)
     place = np.empty_like(order)
@@ -211,12 +211,12 @@ def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Ind
 
 
 def expand(pattern: str | Sequence[str], key: str, hidden: list[str]) -> list[str]:
-    """The files of a pattern of shards: `{000..146}`, `{a,b}`, `*` (not in URLs), a folder or a list.
+    """Return the files of a shard pattern: `{000..146}`, `{a,b}`, `*` (not in URLs), a folder or a list.
 
-    `hidden` receives the shards that are left out because they are hidden, as those of macOS.
+    `hidden` collects hidden shards, such as those of macOS, which are left out.
 
     Raises:
-        DataError: D001 for one that is not there.
+        DataError: D001 for a missing shard.
     """
     found: list[str] = []
     for text in [pattern] if isinstance(pattern, str) else pattern:
@@ -247,7 +247,7 @@ def _braces(text: str) -> list[str]:
     if words is not None:
         parts = words.split(",")
     else:
-        # Up or down, and as wide as the wider one if either has leading zeros.
+        # Count up or down; pad to the wider number if either has leading zeros.
         width = max(len(first), len(last)) if re.match("0.", first) or re.match("0.", last) else 0
         step = 1 if int(first) <= int(last) else -1
         parts = [str(number).zfill(width) for number in range(int(first), int(last) + step, step)]
@@ -258,7 +258,7 @@ def _braces(text: str) -> list[str]:
 def _number_labels(
     shards: dict[str, list[tuple[Path, Shard]]],
 ) -> tuple[tuple[str, ...] | None, dict[str, torch.Tensor]]:
-    """The names of the classes, None if labels are numbers; and the class numbers of each split."""
+    """Return the class names (None if labels are numbers) and the class numbers of each split."""
     labels: dict[str, list[Label]] = {
         split: [label for _, shard in found for label in shard.labels.tolist()]
         for split, found in shards.items()
