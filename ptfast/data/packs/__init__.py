@@ -1,1 +1,1 @@
-"""Data decoded once into files that are mapped into memory."""
+"""Packs: data decoded once into memory-mapped files."""

@@ -1,4 +1,4 @@
-"""Packs that `ptfast pack` has made of images or text: their files, and the checks when one is opened."""
+"""The files of packs made by `ptfast pack` from images or text, and the checks on opening a pack."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ptfast.data.data_fingerprint import Contents, describe_part, differing, siz
 from ptfast.data.sources.class_folders import Listing, list_tree, newest_folder, tree_contents
 
 FORMAT = 3
-"""Version of the files; others are rejected."""
+"""Version of the file format; others are rejected."""
 MANIFEST = "manifest.json"
-"""Written last: without it a pack is unfinished."""
+"""Written last; a pack without it is unfinished."""
 UNFINISHED = "pack.unfinished"
-"""Holds the command that makes an unfinished pack, and is locked by the process that writes it."""
+"""Contains the command that makes an unfinished pack, and is locked by the process that writes the pack."""
 CHECKED_BYTES = 256 * 2**20
-"""Smaller packs are checked byte by byte whenever they are opened, which takes a fraction of a second."""
+"""Packs up to this size are checked byte by byte on opening, which takes a fraction of a second."""
 _READ_BYTES = 4 * 2**20
 STAT_LIMIT = 100_000
-"""Sources of more files are compared by their folders only when a pack is opened."""
+"""For sources with more files, opening a pack compares only the folders."""
 MARK = "ptfast_pack"
 
 ROW = np.dtype(
@@ -43,23 +43,23 @@ ROW = np.dtype(
         ("squares", "<i8", 3),
     ]
 )
-"""Index entry of one image: bytes in the data file, sizes in pixels, and sums of its pixels."""
+"""Index entry of one image: bytes in the data file, sizes in pixels, label, and sums of its pixels."""
 
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """The files that a pack was made from, to see whether they have changed since."""
+    """Facts about the files that a pack was made from, to detect changes."""
 
     path: str
     contents: Contents
     newest_ns: int
     """Latest change of a file."""
     folders_ns: int
-    """Latest change of a folder of the tree; of the file where there is one only."""
+    """Latest change of a folder of the tree, or of a single file."""
 
     @classmethod
     def of(cls, root: Path, tree: tuple[tuple[str, ...], dict[str, Listing]] | None = None) -> SourceFacts:
-        """The facts about a text file, or about a `tree` of class folders, as `list_tree` lists it."""
+        """Collect the facts about a text file, or about a `tree` of class folders listed by `list_tree`."""
         if tree is not None:
             contents, newest_ns = tree_contents(root, *tree)
         else:
@@ -70,14 +70,14 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """How a text was tokenized."""
+    """The tokenization of a text."""
 
     tokenizer: str
-    """As `data.tokenizer`."""
+    """The value of `data.tokenizer`."""
     description: dict[str, Any]
-    """The tokenizer itself, as it describes itself."""
+    """The tokenizer's own description."""
     documents: str
-    """As `data.documents`."""
+    """The value of `data.documents`."""
     text_bytes: int = 0
 
 
@@ -86,16 +86,16 @@ class Manifest:
     """The contents of a whole pack."""
 
     kind: str
-    """`pixels`, `jpeg` (image files as they were) or `tokens`."""
+    """`pixels`, `jpeg` (unchanged image files) or `tokens`."""
     source: SourceFacts
     options: str
-    """Of the command that makes it, without `--on-corrupt`."""
+    """Options of the command that makes the pack, without `--on-corrupt`."""
     skips: bool = False
-    """Files that cannot be read were left out."""
+    """Whether unreadable files were left out."""
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Bytes and SHA-256 of each: SPLIT.bin has its samples one after another, SPLIT.index where each is."""
+    """Size and SHA-256 of each file: SPLIT.bin contains the samples, SPLIT.index an entry for each."""
     size: int | None = None
-    """Pixels that longer shorter sides were brought to; None where images are as they were."""
+    """Images with a longer shorter side were resized to this many pixels; None if no size was changed."""
     class_names: list[str] = field(default_factory=list)
     statistics: dict[str, list[float]] | None = None
     """Mean and standard deviation of all training pixels, per channel."""
@@ -112,23 +112,23 @@ class Manifest:
         return sum(size for name, (size, _) in self.files.items() if name.endswith(".bin"))
 
     def command(self, folder: Path) -> str:
-        """The command that makes the pack in `folder`."""
+        """Return the command that makes the pack in `folder`."""
         skip = " --on-corrupt skip" * self.skips
         return f"ptfast pack {self.source.path} {folder} {self.options}".rstrip() + skip
 
     def made_as(self, other: Manifest) -> bool:
-        """Whether both are of the same data with the same settings, up to files that cannot be read."""
+        """Return whether both have the same data and settings, apart from handling of unreadable files."""
         return (self.kind, self.source, self.options) == (other.kind, other.source, other.options)
 
 
 def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
-    """The manifest of a whole pack in `folder`; None where there is no pack at all."""
+    """Return the manifest of a finished pack in `folder`; None if there is no pack."""
     try:
         content = (folder / MANIFEST).read_text(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         if (folder / UNFINISHED).is_file():
             command = (folder / UNFINISHED).read_text(errors="replace")
-            # A process that is killed early has not written it; former versions wrote something else.
+            # A process that was killed early did not write it, and older versions wrote something else.
             hint = f"Make it with {command if command.startswith('ptfast pack ') else 'ptfast pack'}"
             raise DataError("D007", "is an unfinished pack", key=key, value=folder, suggestion=hint) from None
         return None
@@ -148,19 +148,19 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
 
 
 def is_manifest(path: Path) -> bool:
-    """Return True if `path` is the manifest of a pack, of whatever format."""
+    """Return True if `path` is the manifest of a pack of any format version."""
     return path.is_file() and f'"{MARK}"'.encode() in path.read_bytes()
 
 
 def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
-    """The manifest of a pack that is whole and as new as its source; None where there is no pack.
+    """Check a pack against its manifest and source, and return the manifest; None if there is no pack.
 
-    Files must have the sizes that the manifest says, and indices its checksums; up to 256 MB of data are
-    checked byte by byte too (more by `ptfast pack --verify`). The source is compared where it still exists.
-    All of it is done once per machine, whatever the number of ranks.
+    Files must have the sizes in the manifest, and index files its checksums. Packs of up to 256 MB are
+    checked byte by byte (`ptfast pack --verify` checks larger ones). The source is compared if it still
+    exists. The checks run once per machine, not on every rank.
 
     Raises:
-        DataError: D007 naming the file that is damaged, or what has changed.
+        DataError: D007 naming the damaged file, or the changes.
     """
     manifest = read_manifest(folder, key)
     if manifest is not None:
@@ -187,7 +187,7 @@ def check_data(
     report: Callable[[int], None] = lambda bytes_done: None,
     names: Iterable[str] | None = None,
 ) -> None:
-    """Raise DataError D007 unless every byte is as written; `report` is called with the bytes read so far."""
+    """Raise DataError D007 if a file's checksum differs; `report` is called with the bytes read so far."""
     done = 0
     for name in manifest.files if names is None else names:
         path, digest = folder / name, hashlib.sha256()
@@ -200,9 +200,9 @@ def check_data(
 
 
 def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> None:
-    """Raise DataError D007 if what the pack was made from has changed since.
+    """Raise DataError D007 if the source of the pack has changed since.
 
-    Unless `whole`, files are only looked at if their folders have changed, as by adding or removing files.
+    Unless `whole`, files are only inspected if a folder has changed, as by adding or removing files.
     """
     before = manifest.source
     path = Path(before.path)

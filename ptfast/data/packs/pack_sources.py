@@ -1,4 +1,4 @@
-"""What is packed: a tree of class folders, decoded once, or a text file, tokenized once."""
+"""Sources of packs: a tree of class folders, decoded once, or a text file, tokenized once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ptfast.data.sources.text_dataset import split_documents
 from ptfast.data.transforms.normalize import finish_statistics
 
 IMAGE_BYTES = 16 * 2**20
-"""Images that a process converts at once; each process needs a few such pieces in memory."""
+"""Bytes of images that a process converts at once; each process needs a few such pieces in memory."""
 _PROBES = 32
-"""Images that are read to see how much a piece contains."""
+"""Number of images to read for an estimate of the images per piece."""
 _MOST_IMAGES = 4096
-"""Of a piece, however small they are."""
+"""Maximum number of images per piece."""
 TEXT_BYTES = 4 * 2**20
-"""Text that a process converts at once: a hundred times as much in Python's lists of numbers."""
+"""Bytes of text that a process converts at once; Python's lists of numbers take 100 times as much."""
 WHOLE_BYTES = 64 * 2**20
-"""The same for running text and a tokenizer of others, which may look beyond the end of a line."""
+"""The same for running text and a third-party tokenizer, which may look beyond the end of a line."""
 _BLANK = b" \t\r\n"
 
 _ImageJob = tuple[list[str], list[int]]
@@ -39,7 +39,7 @@ _ImageJob = tuple[list[str], list[int]]
 
 
 class _TextJob(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes of a file."""
 
     path: str
     start: int
@@ -50,17 +50,17 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
     """Divide the tree at `root` into jobs.
 
     Args:
-        size: pixels that longer shorter sides are brought to; None to keep all sizes.
+        size: resize images with a longer shorter side to this many pixels; None to keep all sizes.
         jpeg: keep the bytes of the files instead of pixels.
-        skip_corrupt: leave out files that cannot be read, instead of stopping at the first.
+        skip_corrupt: leave out unreadable files, instead of stopping at the first.
 
     Raises:
-        DataError: D001 to D003 when there is no such tree.
+        DataError: D001 to D003 if there is no such tree.
     """
     passed = PassedOver()
     class_names, listings = tree = list_tree(root, "SRC", passed)
     mean_bytes = _mean_bytes(listings["train"][0], size, jpeg)
-    # Files that are kept are decoded too, to check them, but one at a time: they need no memory together.
+    # Unchanged files are decoded too, as a check, but one at a time, so their pixels do not add up in memory.
     per_piece = max(1, min(_MOST_IMAGES, int(IMAGE_BYTES / max(mean_bytes, 1))))
     jobs = [
         (split, (split_paths[i : i + per_piece], labels[i : i + per_piece]))
@@ -82,7 +82,7 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
 
 
 def _with_statistics(manifest: Manifest, folder: Path) -> Manifest:
-    """`manifest` with the statistics of the training pixels; D003 for a class without a readable image."""
+    """Add the statistics of the training pixels; raise D003 for a class without a readable image."""
     for split in manifest.splits:
         rows = np.fromfile(folder / f"{split}.index", ROW)
         missing = set(range(len(manifest.class_names))) - set(np.unique(rows["label"]).tolist())
@@ -96,7 +96,7 @@ def _with_statistics(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Piece:
-    """Read, check and shrink the images of a job."""
+    """Read, check and downscale the images of a job."""
     data: list[bytes | memoryview] = []
     rows: list[tuple[Any, ...]] = []
     skipped: list[dict[str, str]] = []
@@ -111,13 +111,13 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
             hint = "Replace the file, or leave such files out with --on-corrupt skip"
             raise DataError(error.code, error.what, key=path, suggestion=hint) from None
         height, width, _ = pixels.shape
-        # Nothing is gained by storing enlarged images.
+        # Images are never enlarged: it would only cost space.
         if size is not None and min(height, width) > size:
             pixels = resize_shorter(torch.from_numpy(np.ascontiguousarray(pixels)), size).numpy()
         stored = content if jpeg else np.ascontiguousarray(pixels).data.cast("B")
         data.append(stored)
         by_row = pixels.reshape(len(pixels), -1)
-        # Whole rows are added up first, which keeps the inner loop long; squares of bytes fit into 16 bits.
+        # Rows are summed first, which keeps the inner loop long. Squares of bytes fit into 16 bits.
         sums = by_row.sum(0, dtype=np.int64).reshape(-1, 3).sum(0)
         squares = np.square(by_row, dtype=np.uint16).sum(0, dtype=np.int64).reshape(-1, 3).sum(0)
         rows.append((len(stored), *pixels.shape[:2], height, width, label, converted, sums, squares))
@@ -125,7 +125,7 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
 
 
 def _mean_bytes(paths: Sequence[str], size: int | None, jpeg: bool) -> float:
-    """Mean bytes of an image as it is stored, by a sample of the files."""
+    """Estimate the mean bytes of a stored image, by a sample of the files."""
     found: list[float] = []
     for path in paths[:: max(1, len(paths) // _PROBES)][:_PROBES]:
         try:
@@ -144,10 +144,10 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
     """Divide the text file `path` into jobs, between lines or documents.
 
     Args:
-        tokenizer, documents: as of `TextFile`.
+        tokenizer, documents: as for `TextFile`.
 
     Raises:
-        DataError: D001, D002 or D005 for a file that is not there, empty or no UTF-8.
+        DataError: D001, D002 or D005 for a file that is missing, empty or not UTF-8.
     """
     path = path.resolve()
     whole = documents == "none" and tokenizer not in BUILT_IN
@@ -163,7 +163,7 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
         Manifest("tokens", SourceFacts.of(path), options, text=text),
         jobs=[("text", job) for job in jobs],
         num_seen=size,
-        # Characters become two bytes or four, and longer tokens fewer.
+        # Character tokens take two or four bytes each; longer tokens take fewer per character.
         estimated_bytes=2 * size if tokenizer == "characters" else size,
         convert=partial(convert_text, tokenizer=found, documents=documents),
         complete=_with_tokens,
@@ -198,14 +198,14 @@ def _read(job: _TextJob) -> str:
 
 
 def _jobs(path: Path, piece_bytes: int, *, blank_lines: bool) -> Iterator[_TextJob]:
-    """Pieces of at least `piece_bytes` up to the end of a line; with `blank_lines`, up to the next text."""
+    """Yield pieces of at least `piece_bytes` that end with a line, or with `blank_lines` before a text."""
     size, start = path.stat().st_size, 0
     if not size:
         raise DataError("D002", "contains no text", key="SRC", value=path)
     with path.open("rb") as file:
         while start < size:
             file.seek(start + piece_bytes)
-            # The rest of the line that the seek has hit is skipped: it may look blank.
+            # Skip the rest of the line at the seek position, which may look blank.
             file.readline()
             stop = file.tell()
             if blank_lines:

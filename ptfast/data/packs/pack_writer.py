@@ -1,4 +1,4 @@
-"""Making packs: pieces of a dataset converted by processes and written in order."""
+"""Makes packs: processes convert pieces of a dataset, which are written in order."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SPLITS = ("train", "val", "test", "text")
 
 
 class Piece(NamedTuple):
-    """A run of consecutive samples, converted."""
+    """Consecutive samples, converted."""
 
     data: bytes
     rows: bytes
-    """Of the index."""
+    """Rows of the index."""
     seen: int
-    """Samples and those that were left out; bytes of a text."""
+    """Number of samples, including those left out; bytes of a text."""
     skipped: Sequence[dict[str, str]] = ()
     """Files that could not be read, and why."""
     text_bytes: int = 0
@@ -38,38 +38,38 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The jobs of a pack, whose order and extent the source and the options alone decide."""
+    """The jobs of a pack. Their order and size depend only on the source and the options."""
 
     manifest: Manifest
-    """As far as it is known before anything is written."""
+    """The manifest as far as it is known before writing."""
     jobs: Sequence[tuple[str, Any]]
-    """Split and what `convert` takes, in the order in which they are written."""
+    """The split and the argument of `convert` of each job, in writing order."""
     num_seen: int
-    """Samples of all jobs, and those that are left out, or bytes of a text; for the progress."""
+    """Number of samples of all jobs, including those left out, or bytes of a text; for the progress bar."""
     estimated_bytes: int
     convert: Callable[[Any], Piece]
     """Converts one job."""
     complete: Callable[[Manifest, Path], Manifest] = lambda manifest, folder: manifest
-    """Adds the facts that the files in the folder show, or raises for what is missing."""
+    """Completes the manifest from the written files in the folder, or raises if samples are missing."""
     note: str = ""
-    """A remark for the user on what is passed over."""
+    """A remark for the user on skipped files."""
 
 
 def make(
     plan: Plan, folder: Path, workers: int, report: Callable[[int], None] = lambda seen: None
 ) -> Manifest:
-    """Write the pack of `plan` into `folder`, anew after an attempt that was interrupted.
+    """Write the pack of `plan` into `folder`; an interrupted attempt is replaced.
 
-    Pieces are converted by `workers` processes and appended in order by this one; the manifest comes last.
-    Memory stays that of a few pieces for each process. `report` is called with the samples seen so far.
+    `workers` processes convert pieces, and this process appends them in order; the manifest comes last.
+    Each process needs memory for a few pieces only. `report` is called with the samples seen so far.
 
     Raises:
-        DataError: what converting raises; D008 for a process that died.
-        MachineError: E001 where it cannot be written, E002 without the space, E003 while another process
-            writes it.
+        DataError: errors of the conversion; D008 for a process that died.
+        MachineError: E001 if the folder cannot be written, E002 if disk space is short, E003 while another
+            process writes to it.
     """
     threads = torch.get_num_threads()
-    # Threads of this process would not survive in the processes that it forks.
+    # Threads of this process do not survive a fork.
     torch.set_num_threads(1)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def make(
 
 
 def _begin(plan: Plan, folder: Path, unfinished: TextIO) -> None:
-    """Mark the pack as unfinished, by a file that locks it, and remove what was there."""
+    """Mark the pack as unfinished, by a locked file, and remove the old files."""
     try:
         fcntl.flock(unfinished, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -93,7 +93,7 @@ def _begin(plan: Plan, folder: Path, unfinished: TextIO) -> None:
     unfinished.truncate(0)
     unfinished.write(plan.manifest.command(folder))
     unfinished.flush()
-    # A run that still maps the old pack keeps its files.
+    # Unlinked, not overwritten: a run that still maps the old pack keeps its files.
     for name in (MANIFEST, *(f"{split}.{ending}" for split in _SPLITS for ending in ("bin", "index"))):
         (folder / name).unlink(missing_ok=True)
     if plan.estimated_bytes > (free := shutil.disk_usage(folder).free):
@@ -103,7 +103,7 @@ def _begin(plan: Plan, folder: Path, unfinished: TextIO) -> None:
 
 
 def _converted(plan: Plan, workers: int) -> Iterator[Piece]:
-    """Converted jobs in order, with enough under way to keep the processes busy."""
+    """Convert jobs in order, prefetching enough to keep the processes busy."""
     jobs = [job for _, job in plan.jobs]
     if workers <= 1 or len(jobs) <= 1:
         return map(plan.convert, jobs)
@@ -146,10 +146,10 @@ def _write(
 
 
 def check_folder(folder: Path, wanted: Manifest) -> Manifest | None:
-    """The whole pack of the same source in `folder`; None where it is still to be made.
+    """Return the finished pack of the same source in `folder`; None if it has yet to be made.
 
     Raises:
-        ConfigError: C011 where the folder contains something else.
+        ConfigError: C011 if the folder contains something else.
     """
     hint, what = "Choose another folder, or remove it", None
     if not folder.exists():
@@ -157,7 +157,7 @@ def check_folder(folder: Path, wanted: Manifest) -> Manifest | None:
     try:
         manifest = read_manifest(folder)
     except DataError:
-        return None  # an unfinished pack, a damaged one or another format is made anew
+        return None  # an unfinished or damaged pack, or one of another format, is made again
     if not folder.is_dir():
         what = "is a file"
     elif manifest is None and any(folder.iterdir()):

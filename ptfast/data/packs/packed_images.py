@@ -1,4 +1,4 @@
-"""Images of a pack: memory-mapped, fetched by index as a dataset in memory is."""
+"""Images of a pack: memory-mapped, and fetched by index like a dataset in memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from ptfast.data.transforms.resized_crops import Sizes
 class PackedImages(ImageSource):
     """Images of one split of a pack.
 
-    Data of any size opens at once, and the system keeps in memory what is used often. Images of one size are
-    one array, and a batch is one gather.
+    Data of any size opens immediately, and the operating system caches frequently used pages. Images of one
+    size form one array, so a batch is one gather.
 
     Args:
-        image_size: side of the square that images are brought to as they are fetched; None where all have one
-            size.
+        image_size: side of the square to which images are resized when fetched; None if all have one size.
     """
 
     columns = ("targets", "_rows", "_ends", "_numbers")
@@ -47,7 +46,7 @@ class PackedImages(ImageSource):
         sizes = np.unique(self.stored_shapes, axis=0)
         shape = (*sizes[0].tolist(), 3) if len(sizes) == 1 and self.kind == "pixels" else ()
         self.shape = shape if image_size is None or shape == (image_size, image_size, 3) else ()
-        """Of every image, if all are fetched as they are stored, in one size."""
+        """Shape of every image if all have one size and are fetched as stored; otherwise empty."""
 
     @property
     def decoded_bytes(self) -> int | None:
@@ -75,7 +74,7 @@ class PackedImages(ImageSource):
         return torch.from_numpy(pixels), self.labels(indices)
 
     def original(self, index: int) -> Pixels:
-        """One image as it is stored, (height, width, 3); without a copy unless it has to be decoded."""
+        """Return one image as it is stored, (height, width, 3), without a copy unless it must be decoded."""
         row = self._rows[index]
         stored = self._pixels[self._ends[index] - row["length"] : self._ends[index]]
         if self.kind == "pixels":
@@ -90,14 +89,14 @@ class PackedImages(ImageSource):
         return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
 
     def to_memory(self, arrays: SharedArrays | None = None) -> TensorSource:
-        """All images; those of a whole pack as stored, without a copy, in memory that ranks share."""
+        """Return all images; an unsplit pack of one size is used in place, in memory that ranks share."""
         if not self.shape or not np.array_equal(self._numbers, np.arange(self._whole)):
             return super().to_memory(arrays)
         images = torch.from_numpy(self._pixels.reshape(-1, *self.shape))
         return TensorSource(images, self.targets, images=True)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
-        """Count, sums and sums of squares of the pixels of samples, per channel, as packing summed them."""
+        """Return count, sums and sums of squares of the pixels of samples, per channel, from the index."""
         if self.image_size is not None and bool((self.stored_shapes != self.image_size).any()):
             return None
         return pixel_sums(self._rows[indices])
@@ -107,32 +106,32 @@ class PackedImages(ImageSource):
 
     @property
     def num_converted(self) -> int:
-        """Images that were not 8-bit RGB."""
+        """Number of images that were not 8-bit RGB."""
         return int(self._rows["converted"].sum())
 
     @cached_property
     def _pixels(self) -> Pixels:
-        # Copy on write, because torch has no read-only tensors; a plain array, because indexing numpy's
-        # memmap class takes several times as long.
+        # Copy on write, because torch has no read-only tensors. Viewed as a plain array, because indexing
+        # numpy's memmap class takes several times as long.
         return np.memmap(self.folder / f"{self.split}.bin", np.uint8, "c").view(np.ndarray)
 
 
 def pixel_sums(rows: NDArray[Any]) -> tuple[int, Tensor, Tensor]:
-    """Count, sums and sums of squares of the pixels of images, per channel, from their index entries."""
+    """Return count, sums and sums of squares of pixels, per channel, from the images' index entries."""
     count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
     sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
     return count, sums, squares
 
 
 def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None) -> Splits:
-    """The splits of a pack of images, as `ImageFolder` gives those of a folder."""
+    """Return the splits of a pack of images, like `ImageFolder` for a folder."""
     if manifest.kind == "tokens":
         hint = f"Use data=text_file data.path={folder}"
         raise DataError("D001", "is a pack of text", key="data.root", value=folder, suggestion=hint)
     sources = {split: PackedImages(folder, split, manifest, image_size) for split in manifest.splits}
     shape = sources["train"].fetch(np.array([0]))[0].shape[1:]
     for source in sources.values() if image_size is None else ():
-        # Images of another size are rejected now, not in the middle of an epoch.
+        # Reject images of another size now, not in the middle of an epoch.
         stored = source.stored_shapes
         other = np.flatnonzero((stored != shape[:2]).any(1))
         if len(other):

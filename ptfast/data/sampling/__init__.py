@@ -1,4 +1,4 @@
-"""The order of samples, how they are batched, and how sequences are padded to one length."""
+"""Options for the order of samples, batching, and padding of sequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Batching(Section):
 
 
 def one_way_of_batching(batching: Batching, optimizer: Optimizer) -> PtfastError | None:
-    """Reject token budgets without buckets or with a scaled learning rate, and buckets with packing."""
+    """Reject token budgets without buckets or with learning-rate scaling, and buckets with packing."""
     scaling = optimizer.lr_scaling
     if batching.buckets and batching.pack:
         what, hint = "packed windows are all of one length", "Set one of the two to false"
@@ -50,7 +50,7 @@ def one_way_of_batching(batching: Batching, optimizer: Optimizer) -> PtfastError
 
 
 def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iterator[PtfastError]:
-    """Reject an order of samples next to that of a mixture, of batches by length or of a shuffle buffer."""
+    """Reject a sample order together with a mixture, length buckets or a shuffle buffer."""
     path = sampling.target.path if sampling.target is not None else None
     if data.target.path == MIXTURE:
         what, hint = "a mixture draws its parts by their weights", "Leave it out"
@@ -70,7 +70,7 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
 
 
 def one_way_of_splitting(data: DataSection) -> Iterator[PtfastError]:
-    """Reject keys about held-out samples that contradict each other."""
+    """Reject contradictory keys about held-out samples."""
     if data.fold is not None and data.fold >= (data.folds or 0):
         what = f"folds are counted from 0 to {data.folds - 1}" if data.folds else "there are no folds"
         yield ConfigError("C005", what, key="data.fold", value=data.fold, suggestion="Set data.folds=5, say")

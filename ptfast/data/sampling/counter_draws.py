@@ -1,4 +1,4 @@
-"""Randomness as a function of (seed, epoch, index, stream), and the state of other generators."""
+"""Random draws as a function of (seed, epoch, index, stream), and the states of other generators."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FACTOR_2 = 0x94D049BB133111EB
 ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX, BATCHES = range(9)
 CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
 NEARBY, HUE, GRAYSCALE, BLUR, BLUR_SIGMA, ERASING, PARTS = range(25, 32)
-"""Streams: what a draw is for. Draws of different streams are independent."""
+"""Streams, one per purpose of a draw. Draws of different streams are independent."""
 BOX = 64
-"""Stream of a box's top; the next ones, up to 85, are for its left and the sizes that are tried."""
+"""Stream of a box's top; the next ones, up to 85, are for its left edge and the candidate sizes."""
 ERASED, POLICY = 96, 128
-"""The first streams of a hidden box, as of `BOX`, and of the operations of a policy."""
+"""The first streams of an erased box (numbered like `BOX`) and of a policy's operations."""
 
 
 def finalize(bits: int) -> int:
-    """64 bits, each of which depends on all low 64 of `bits`: the finaliser of SplitMix64.
+    """Mix the low 64 bits of `bits`, so that each output bit depends on all: the finalizer of SplitMix64.
 
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014.
     """
@@ -40,9 +40,9 @@ def finalize(bits: int) -> int:
 
 
 def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
-    """64 random bits for each index: uint64 of the shape of `indices`.
+    """Draw 64 random bits for each index: uint64, in the shape of `indices`.
 
-    A generator object per sample costs microseconds to seed. A hash of a counter, `finalize` of arrays, costs
+    Seeding a generator per sample takes microseconds. A hash of a counter (`finalize` for arrays) takes
     nanoseconds, has no state to save, and gives a sample the same draw in any batch, rank or worker.
     """
     z = np.asarray(indices).astype(np.uint64)
@@ -59,7 +59,7 @@ def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> ND
 def integers(
     seed: int, epoch: int, indices: NDArray[np.integer], stream: int, high: int
 ) -> NDArray[np.int64]:
-    """Integers in [0, high), one for each index; other arguments as `bits`."""
+    """Draw integers in [0, high), one for each index; other arguments as for `bits`."""
     if not 0 < high <= 1 << 32:
         raise ValueError(f"high must lie in 1 to 2**32, not {high}")
     z = bits(seed, epoch, indices, stream) >> np.uint64(32)
@@ -67,12 +67,12 @@ def integers(
 
 
 def uniform(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 random bits, one for each index; arguments as `bits`."""
+    """Draw floats in [0, 1) with 53 random bits, one for each index; arguments as for `bits`."""
     return (bits(seed, epoch, indices, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def key(*parts: int) -> int:
-    """One 64-bit integer that depends on every part and on their order."""
+    """Hash the parts, in order, into one 64-bit integer."""
     z = 0
     for part in parts:
         z = finalize((z + part + 1) * GOLDEN)
@@ -81,7 +81,7 @@ def key(*parts: int) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context with seeded global generators, which are restored afterwards."""
+    """Seed the global generators in this context, and restore their states afterwards."""
     before = _states()
     seed_all(seed)
     try:
@@ -91,13 +91,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class OwnGenerators:
-    """States of the global generators for a stream, apart from what the training draws in between."""
+    """A stream's own states of the global generators, separate from those of training."""
 
     _own: Any = None
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context that continues these states in the global generators, which are restored afterwards."""
+        """Continue these states in the global generators in this context, and restore those afterwards."""
         before = _states()
         if self._own is not None:
             _put(self._own)
@@ -125,14 +125,14 @@ def _put(states: tuple[Any, Any, Any]) -> None:
 
 
 _DEPTH, _ITEMS = 4, 64
-"""How deep generators are looked for, in containers of so many items: a dataset, its transforms, theirs."""
+"""Search depth for generators (a dataset, its transforms, theirs), and the largest container searched."""
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
 class DatasetState:
-    """Brings a dataset into the state of an epoch and of a sample, in whichever process reads it.
+    """Sets a dataset's epoch and seeds its generators, in each process that reads it.
 
-    Sources of parts of one dataset share it.
+    Sources of parts of one dataset share one instance.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -140,22 +140,22 @@ class DatasetState:
         self._generators: list[Any] = []
 
     def begin(self, epoch: int) -> bool:
-        """Tell the dataset its epoch if that is another one; return True if it has generators."""
+        """Set the dataset's epoch if it changed; return True if the dataset has generators."""
         if epoch != self._epoch:
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(epoch)
-            # Some make their generators at the first sample, or anew in every epoch.
+            # Some datasets create their generators at the first sample, or again in every epoch.
             self._epoch, self._generators = epoch, [found for _, found in generators_of(self._dataset)]
         return bool(self._generators)
 
     def seed(self, *parts: int) -> None:
-        """Seed the dataset's own generators by the integers `parts`, each with a seed of its own."""
+        """Seed each of the dataset's generators differently, from the integers `parts`."""
         for number, generator in enumerate(self._generators):
             _seed(generator, counter_draws.key(*parts, counter_draws.GLOBAL, number))
 
 
 def generators_of(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """The generators of numpy, torch and `random` in attributes and small containers, by their paths."""
+    """Yield generators of numpy, torch and `random` in attributes and small containers, with their paths."""
     if isinstance(value, _GENERATORS):
         yield name, value
     elif depth and isinstance(value, (list, tuple, dict)):

@@ -1,4 +1,4 @@
-"""The splits of a run out of those of a dataset: samples held out, a fraction, a few batches."""
+"""Derives a run's splits from a dataset's: holds out samples, takes a fraction or only a few batches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ptfast.data.streams.iterable import IterableSource
 def cut_splits(
     splits: Splits, source: Any, val: Duration, seed: int, rules: SplitRules
 ) -> tuple[Splits, Indices | None]:
-    """The splits of the dataset `source` by the rules, and the training samples kept; None for all."""
+    """Split the dataset `source` by the rules; return also the training samples kept, or None for all."""
     train, kept, notes = splits.train, None, [splits.note]
     if isinstance(train, IterableSource):
         rules.reject("iterable data cannot be divided", "test", "folds", "group", "fraction", "overfit")
         if splits.val is not None or val.value == 0:
             return splits, None
         if val.unit != "percent":
-            # The default is a share; a number of samples was asked for by the user.
+            # The default is a percentage, so the user requested this number of samples.
             what, hint = "iterable data cannot be split", "Use data.val=0, or a map-style dataset"
             raise ConfigError("C011", what, key="data.val", value=val, suggestion=hint)
         notes.append("nothing is held out of iterable data")
@@ -56,7 +56,7 @@ def cut_splits(
 
 
 def _groups(splits: Splits, source: Any, name: str) -> Sequence[Any]:
-    """The group of each training sample: in a column, an attribute of the dataset, or the paths."""
+    """Return the group of each training sample, by a column, an attribute of the dataset, or the paths."""
     found = splits.groups if splits.groups is not None else getattr(source, name, None)
     if found is not None:
         return found

@@ -1,4 +1,4 @@
-"""Batches of sequences of like length: which samples come together, and how much of them is padding."""
+"""Batches of sequences of similar length, and the share of padding."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, Sampler, permutation
 
 MOST_STEPS = 10_000
-"""Steps whose padding is counted at most."""
+"""Maximum number of steps whose padding is counted."""
 
 
 class LengthPlan(BatchPlan):
-    """Batches of samples of like length, in a random order; every sample once in an epoch.
+    """Batches of samples of similar length, in random order; each sample is used once per epoch.
 
-    Random batches are mostly padding. Here samples are ordered by the class of their length, at random within
-    a class, and split into batches, which steps take in random order. Classes are 3 to 6 % of a length, or
-    `padding.multiple` tokens wide, so batches are mixed anew in every epoch, as a function of (lengths, seed,
-    epoch); all epochs have the same number of steps.
+    Random batches are mostly padding. Here samples are sorted by length bucket, shuffled within a bucket, and
+    split into batches, which are used in random order. Buckets are 3 to 6 % of a length or
+    `padding.multiple` tokens wide, so every epoch mixes batches differently, as a function of (lengths, seed,
+    epoch). All epochs have the same number of steps.
 
     Args:
-        lengths, limit: tokens of each sample, and of the longest that the data allows.
-        batch_tokens: a step takes as many samples as fit into so many tokens, padding included, in place of
+        lengths, limit: tokens of each sample, and the maximum length of the data.
+        batch_tokens: tokens of a step, padding included; a step takes as many samples as fit, instead of
             `batch_size`.
-        drop_last: leave out the short batch of an epoch, which has other lengths in every epoch, or `pad` it
-            with samples of like length. Batches by tokens are never short.
+        drop_last: drop the short batch of an epoch, whose lengths differ from epoch to epoch, or `pad` it
+            with samples of similar length. Token-budget batches are never short.
 
     Cost: a sort of the samples in every epoch.
-    Source: Khomenko et al. 2016, arXiv:1708.05604; Vaswani et al. 2017, arXiv:1706.03762, section 5.1, for
-        batches of so many tokens.
+    Source: Khomenko et al. 2016, arXiv:1708.05604; for token budgets, Vaswani et al. 2017, arXiv:1706.03762,
+        section 5.1.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class LengthPlan(BatchPlan):
         seed: int,
     ) -> None:
         size = len(lengths)
-        # The upper bound of each length's class.
+        # The upper bound of each sample's length bucket.
         octaves = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
         widths = np.maximum(1 << np.maximum(octaves - 4, 0), padding.multiple)
         self._classes = -(-lengths // widths) * widths
         self._seed = seed
-        # Batches that are read ahead may be of the next epoch.
+        # Prefetched batches may belong to the next epoch.
         self._epoch = lru_cache(maxsize=2)(self._draw)
         self._bounds: NDArray[np.int64] | None = None
         if batch_tokens is not None:
@@ -71,7 +71,7 @@ class LengthPlan(BatchPlan):
             self.steps_per_epoch = len(self._bounds) - 1
 
     def order(self, epoch: int) -> Indices:
-        """The order of the samples that `batch` takes slices of."""
+        """Return the order of the samples, of which `batch` returns slices."""
         return self._epoch(epoch)[0]
 
     def batch(self, step: int) -> tuple[int, int, int]:
@@ -81,7 +81,7 @@ class LengthPlan(BatchPlan):
         which = int(turns[position])
         start, stop = int(bounds[which]), int(bounds[which + 1])
         if self.drop_last == "pad" and self._bounds is None:
-            # The short one takes in its neighbors, which are of like length.
+            # The short batch is filled with its neighbors, which have similar lengths.
             start = max(0, min(start, len(self._classes) - self.batch_size))
             stop = start + self.batch_size
         return epoch, start, stop
@@ -95,7 +95,7 @@ class LengthPlan(BatchPlan):
         return super().all_sizes() if self._bounds is None else {*np.diff(self._bounds).tolist()}
 
     def _draw(self, epoch: int) -> tuple[Indices, NDArray[np.int64], Indices]:
-        """The samples from short to long, where batches begin and end in them, and which each step takes."""
+        """Return the samples from short to long, the bounds of batches, and the batch of each step."""
         size, bounds = len(self._classes), self._bounds
         whole, rest = divmod(size, self.batch_size)
         num_batches = whole + (rest > 0) if bounds is None else len(bounds) - 1
@@ -105,14 +105,14 @@ class LengthPlan(BatchPlan):
         if bounds is None:
             widths = np.full(num_batches, self.batch_size)
             if rest:
-                # The short batch comes last, and so is of any length.
+                # The last step gets the short batch, which may be of any length.
                 widths[turns[-1]] = rest
             bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
         return order, bounds, turns
 
 
 def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padding: Padding) -> float:
-    """The share of padding among all tokens of the first epoch, in [0, 1); `sampler` is of a single rank."""
+    """Return the share of padding among the tokens of the first epoch, in [0, 1), for a single rank."""
     texts = padded = 0
     for step in range(min(sampler.plan.steps_per_epoch or 0, MOST_STEPS)):
         for micro_batch in sampler.step(step)[0]:

@@ -1,4 +1,4 @@
-"""Orders of samples other than a plain shuffle: drawn by weight, or by a function of the user's."""
+"""Orders of samples other than a plain shuffle: drawn by weight, or by a user's function or sampler."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def weighted(
     weights: Weights | None = None,
     by: Literal["auto", "classes", "weights"] = "auto",
 ) -> Indices:
-    """Draw each of `num_samples` places of an epoch in proportion to the samples' weights, with replacement.
+    """Draw the `num_samples` samples of an epoch in proportion to their weights, with replacement.
 
     Args:
-        labels: class of each sample; those below 0 do not count and are never drawn.
-        weights: of each sample, finite and at least 0, with a sum above 0.
-        by: `classes`: every class as often as any other; `weights`: the dataset's attribute `weights`;
-            `auto`: `weights` if it has that attribute, else `classes`.
+        labels: class of each sample; samples with labels below 0 are never drawn.
+        weights: weight of each sample, finite and at least 0, with a sum above 0.
+        by: `classes`: every class equally often; `weights`: the dataset's attribute `weights`; `auto`:
+            `weights` if the dataset has that attribute, else `classes`.
 
-    Cost: a binary search a sample and epoch, some 0.2 s for a million.
+    Cost: one binary search per sample and epoch, about 0.2 s for a million samples.
     """
     if _goes_by(by, weights) == "classes":
         assert labels is not None
@@ -47,21 +47,21 @@ def weighted(
     assert weights is not None
     rising = np.cumsum(weights)
     draws = counter_draws.uniform(seed, epoch, np.arange(num_samples), counter_draws.ORDER)
-    # Rounding may move the last draw past every sample.
+    # Rounding may move the last draw past the last sample.
     last = int(np.flatnonzero(weights)[-1])
     return np.minimum(np.searchsorted(rising, draws * rising[-1], side="right"), last)
 
 
 def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int], Indices | None]:
-    """The order of the training samples in an epoch, as a function of (seed, epoch).
+    """Return the function of (seed, epoch) that orders the training samples of an epoch.
 
-    A function is called for each epoch with those of `seed`, `epoch`, `num_samples`, `labels` and `weights`
-    that it takes; a torch sampler is built once and iterated for each epoch. Both find the global generators
-    seeded by (seed, epoch). The first epoch is drawn twice: a run whose order differs could not be resumed.
+    A user's function is called for each epoch with those of the arguments `seed`, `epoch`, `num_samples`,
+    `labels` and `weights` that it takes; a torch sampler is built once and iterated for each epoch. For both,
+    global generators are seeded by (seed, epoch). The first epoch is drawn twice, to check repeatability.
 
     Raises:
         ConfigError: C011 for data that is read in its own order or has no classes, C017 for a function that
-            gives no order of all samples, or another order for the same epoch.
+            does not return an order of all samples, or not the same one for the same epoch.
         DataError: D008 for invalid weights.
     """
     target, train = sampling.target, data.train
@@ -97,7 +97,7 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
 
 
 def describe_sampling(sampling: Sampling, data: Data) -> str | None:
-    """Describe the order for the panel; None where each sample comes once."""
+    """Describe the order for the panel; None if each sample is used once."""
     target = sampling.target
     if target is None or target.resolve() is not weighted:
         return target and target.path
@@ -106,7 +106,7 @@ def describe_sampling(sampling: Sampling, data: Data) -> str | None:
 
 
 def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None:
-    """The attribute `weights` of a dataset for the samples `kept` (None for all); None without one."""
+    """Return a dataset's `weights` for the samples `kept` (None for all), checked; None if it has none."""
     stated = getattr(dataset, "weights", None)
     if stated is None:
         return None
@@ -137,7 +137,7 @@ def _goes_by(by: str, weights: Weights | None) -> str:
 
 
 class OwnOrder:
-    """A function of the user's, or a sampler of torch's, called for the order of an epoch."""
+    """An order of samples from a user's function or a torch sampler, checked in every epoch."""
 
     def __init__(self, target: Target, function: Any, facts: dict[str, Any]) -> None:
         self._target, self._size = target, facts["num_samples"]

@@ -1,4 +1,4 @@
-"""Which samples make up which step: a pure function of (seed, step), so that resuming needs no replay."""
+"""Assigns samples to steps as a pure function of (seed, step), so that resuming needs no replay."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Indices = NDArray[np.int64]
 
 @lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, size: int) -> Indices:
-    """The order of `size` samples in `epoch`: int64, read-only.
+    """Return the order of `size` samples in `epoch`: int64, read-only.
 
-    Sorting random bits with the index in their low end does not depend on the sorting algorithm or numpy's
-    generators, and is faster than an argsort (15 ms for a million samples).
+    Random bits with the index in their low bits are sorted. The result does not depend on the sorting
+    algorithm or numpy's generators, and this is faster than an argsort (15 ms for a million samples).
     """
     index_bits = np.uint64(max(size - 1, 1).bit_length())
     indices = np.arange(size, dtype=np.uint64)
@@ -38,32 +38,32 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
 
 @lru_cache(maxsize=64)
 def micro_batch_bounds(num_samples: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Split `num_samples` evenly into `micro_batches` runs (start, stop); some empty if there are too few."""
+    """Split `num_samples` evenly into `micro_batches` ranges (start, stop); some may be empty."""
     return tuple(pairwise(m * num_samples // micro_batches for m in range(micro_batches + 1)))
 
 
 def smallest_micro_batch(batches: set[int], micro_batches: int) -> int:
-    """Samples in the smallest micro-batch that is not empty, for batches of these sizes."""
+    """Return the size of the smallest non-empty micro-batch, for batches of these sizes."""
     sizes = (stop - start for batch in batches for start, stop in micro_batch_bounds(batch, micro_batches))
     return min((size for size in sizes if size), default=0)
 
 
 class MicroBatchIndices(NamedTuple):
-    """One micro-batch of one rank, before it is fetched."""
+    """The sample indices of one micro-batch of one rank."""
 
     epoch: int
     indices: Indices
     num_samples: int
-    """0 where the micro-batch is empty and `indices` names a stand-in sample."""
+    """0 if the micro-batch is empty and `indices` is a dummy sample."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How each step's batch is divided into micro-batches, and which of them one rank gets."""
+    """Divides each step's batch into micro-batches, and selects those of one rank."""
 
     plan: BatchPlan
     micro_batches: int
-    """Of a step over all ranks, a multiple of `world_size`."""
+    """Number of micro-batches of a step over all ranks, a multiple of `world_size`."""
     rank: int = 0
     world_size: int = 1
 
@@ -73,11 +73,11 @@ class Sharding:
 
     @cached_property
     def first(self) -> int:
-        """Number, within a step, of this rank's first micro-batch."""
+        """Index of this rank's first micro-batch within a step."""
         return self.rank * self.per_rank
 
     def micro_batches_of(self, epoch: int, batch: Indices) -> list[MicroBatchIndices]:
-        """This rank's micro-batches of a step; an empty one gets a stand-in sample for the collectives."""
+        """Return this rank's micro-batches of a step; an empty one gets a dummy sample for collectives."""
         bounds = micro_batch_bounds(len(batch), self.micro_batches)[self.first : self.first + self.per_rank]
         return [
             MicroBatchIndices(epoch, batch[start:stop], stop - start)
@@ -88,10 +88,10 @@ class Sharding:
 
 
 class Sampler:
-    """The micro-batches of one rank at every step; all samples are shuffled unless `order` says otherwise.
+    """The micro-batches of one rank at every step; samples are shuffled unless `order` returns an order.
 
     Raises:
-        DataError: D002 without samples, D006 if every batch would be dropped.
+        DataError: D002 if there are no samples, D006 if every batch would be dropped.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class Sampler:
             raise DataError("D006", what, key="batch_size", value=self.batch_size, suggestion=hint)
         self.size, self._sharding = size, sharding
         self._source_order = order
-        # Batches that are read ahead may be of the next epoch.
+        # Prefetched batches may belong to the next epoch.
         self._order_of = lru_cache(maxsize=2)(self._order)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[MicroBatchIndices], int]]:
         return map(self.step, range(first_step, last_step))
 
     def step(self, step: int) -> tuple[list[MicroBatchIndices], int]:
-        """This rank's micro-batches at `step` (from 0, over epochs), and the samples of the whole step."""
+        """Return this rank's micro-batches at `step` (counted over epochs), and the whole step's samples."""
         epoch, start, stop = self.plan.batch(step)
         order = self._order_of(epoch)
         batch = order[start:stop]
@@ -130,10 +130,10 @@ class Sampler:
 
 
 class InOrder:
-    """The micro-batches of one rank of an evaluation: consecutive samples, each once, a micro-batch a step.
+    """The micro-batches of one rank in evaluation: consecutive samples, each once, one micro-batch per step.
 
-    Ranks share out `size` samples in pieces of `unit`, of which the last may be smaller. All have the same
-    number of steps.
+    `size` samples are divided among ranks in pieces of `unit`; the last piece may be smaller. All ranks have
+    the same number of steps.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int, world_size: int, unit: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Which samples are trained on and which are held out: a function of the seed and of the samples alone."""
+"""Divides samples into splits, as a function of only the seed and the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptfast.data.sampling.sampler import Indices
 
 @dataclass(frozen=True)
 class SplitRules:
-    """How the samples of `train` are split, by the keys of the section `data` that have these names."""
+    """Rules for splitting the samples of `train`; fields correspond to keys of the config section `data`."""
 
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"
     group: str | None = None
@@ -27,10 +27,10 @@ class SplitRules:
     overfit: int | None = None
     """In samples."""
     key: str = "data.val"
-    """The key that errors about the share name."""
+    """The key named in errors about the number of held-out samples."""
 
     def reject(self, what: str, *names: str) -> None:
-        """Raise ConfigError C011, for the reason `what`, if one of the keys `names` is set."""
+        """Raise ConfigError C011 with the reason `what` if one of the keys `names` is set."""
         for name in names:
             if (value := getattr(self, name)) is not None:
                 hint = f"Leave out data.{name}"
@@ -39,10 +39,10 @@ class SplitRules:
     def apply(
         self, size: int, val: Duration | None, seed: int, classes: Any = None, groups: Any = None
     ) -> dict[str, Indices]:
-        """The samples of `train`, and of `val` and `test` where they are held out, each ascending.
+        """Return the samples of `train`, and of `val` and `test` if they are held out, in ascending order.
 
-        `val` is None where the data has such a split; `classes` and `groups` are of the samples, if known.
-        Raises C011 for keys that do not fit, D005 without a group, D006 for an empty split or class.
+        `val` is None if the data has such a split; `classes` and `groups` are per sample, if known.
+        Raises C011 for keys that do not apply, D005 for a missing group, D006 for an empty split or class.
         """
         if self.test is not None:
             return self._with_test(size, self.test, val, seed, classes, groups)
@@ -60,11 +60,11 @@ class SplitRules:
     def _with_test(
         self, size: int, test: Duration, val: Duration | None, seed: int, classes: Any, groups: Any
     ) -> dict[str, Indices]:
-        """The samples of `test`, and the others as they are split without them: folds share one test."""
+        """Hold out `test` first and split the remaining samples, so that all folds share one test split."""
         for_test = replace(self, test=None, folds=None, fraction=None, key="data.test")
         rest, tested = for_test.apply(size, test, seed, classes, groups).values()
         if val is not None and val.unit == "percent":
-            # A share of all samples, as that of the test is.
+            # The percentage refers to all samples, as for the test split.
             val = Duration(held_out(size, val), "samples")
         left = (None if each is None else np.asarray(each)[rest] for each in (classes, groups))
         rules = replace(self, test=None, group=None if val is None else self.group)
@@ -72,14 +72,14 @@ class SplitRules:
         return {**{split: rest[places] for split, places in parts.items()}, "test": tested}
 
     def _held(self, order: Indices, val: Duration, classes: Any, groups: Any) -> Indices:
-        """The samples that are held out, out of all of them in a random `order`."""
+        """Return the held-out samples, given all samples in a random `order`."""
         size, units = len(order), "samples"
         if groups is not None:
             names = [str(group) for group in np.asarray(groups, object).tolist()]
             if len(names) != size or {"", "None", "nan"} & {*names}:
                 what = f"does not name a group for each of the {size:,} samples"
                 raise DataError("D005", what, key="data.group", value=self.group)
-            # Numbered in a random order: that of their first samples.
+            # Groups are numbered in random order: that of their first samples.
             numbers = {name: number for number, name in enumerate(dict.fromkeys(names[i] for i in order))}
             groups = np.array([numbers[name] for name in names])
             size, units = len(numbers), "groups"
@@ -91,7 +91,7 @@ class SplitRules:
             if strata is not None:
                 return _in_proportion(order, count, strata, keep=1)
             if classes is not None:
-                # The last of each class is not held out, as far as possible, which seldom changes anything.
+                # If possible, the last sample of each class is not held out; this rarely changes anything.
                 last = len(order) - 1 - np.unique(classes[order[::-1]], return_index=True)[1]
                 order = np.concatenate([np.delete(order, last), order[np.sort(last)]])
             return order[:count]
@@ -103,12 +103,12 @@ class SplitRules:
         if strata is not None:
             codes, sizes = np.unique(strata, return_inverse=True, return_counts=True)[1:]
             order = order[np.argsort(codes[order], kind="stable")]
-            # The only sample of a class is always trained on.
+            # The only sample of a class always stays in training.
             order = order[sizes[codes[order]] > 1]
         return order[self.fold or 0 :: self.folds]
 
     def _fraction(self, train: Indices, seed: int, classes: Any) -> Indices:
-        """The samples of `train` that `data.fraction` keeps, some of every class."""
+        """Return the samples of `train` that `data.fraction` keeps, some of every class."""
         if (amount := self.fraction) is None:
             return train
         labels = np.zeros(len(train), int) if classes is None else classes[train]
@@ -126,7 +126,7 @@ NO_RULES = SplitRules()
 
 
 def held_out(size: int, val: Duration, key: str = "data.val") -> int:
-    """How many of `size` samples the value `val` of `key` holds out."""
+    """Return how many of `size` samples to hold out for the value `val` of `key`."""
     if val.value == 0:
         return 0
     count = max(1, round(size * val.value / 100)) if val.unit == "percent" else int(val.value)
@@ -138,7 +138,7 @@ def held_out(size: int, val: Duration, key: str = "data.val") -> int:
 
 
 def _group_folds(folds: int, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The fold of each sample: the largest group first, each group into the smallest fold so far."""
+    """Return the fold of each sample: from the largest group on, each goes to the smallest fold so far."""
     sizes = np.bincount(groups)
     of_group, loads = np.zeros_like(sizes), np.zeros(folds, np.int64)
     for group in np.argsort(-sizes, kind="stable"):
@@ -148,7 +148,7 @@ def _group_folds(folds: int, groups: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _some_groups(count: int, groups: NDArray[np.int64], val: Duration, key: str) -> Indices:
-    """The samples of the first groups, as close to `count` as they come; larger ones are the last resort."""
+    """Hold out the first groups with a total close to `count`; groups larger than it are a last resort."""
     sizes = np.bincount(groups)
     order = np.argsort(sizes > count, kind="stable")
     number = 1 + np.abs(np.cumsum(sizes[order]) - count).argmin()
@@ -160,13 +160,13 @@ def _some_groups(count: int, groups: NDArray[np.int64], val: Duration, key: str)
 
 
 def _in_proportion(order: Indices, count: int, classes: Any, keep: int) -> Indices:
-    """`count` samples, of each class in proportion: if it fits, one at least and all but `keep` at most."""
+    """Take `count` samples in proportion to class sizes: if possible, 1 to all but `keep` of each class."""
     codes, sizes = np.unique(classes, return_inverse=True, return_counts=True)[1:]
     most = sizes - keep if (sizes - keep).sum() >= count else sizes
     shares = sizes * (count / len(order))
     taken = np.clip(np.floor(shares).astype(np.int64), np.minimum(most, 1), most)
     while missing := count - int(taken.sum()):
-        # One sample at a time, from or to the class that is furthest from its share.
+        # Correct by one sample at a time, in the class that is furthest from its share.
         change = 1 if missing > 0 else -1
         may = taken < most if missing > 0 else taken > int((taken > 1).any())
         taken[np.argmax(np.where(may, change * (shares - taken), -np.inf))] += change
