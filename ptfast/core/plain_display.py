@@ -215,7 +215,7 @@ class Display:
 
 
 def ledger(budget: Mapping[str, float]) -> Rows:
-    """Return rows of the time by cause, the largest first; small causes share a row with unexplained time."""
+    """Return rows of time by cause, the largest first; `rest` has unexplained time and causes below 1 %."""
     total_s = sum(budget.values())
     if total_s <= 0:
         return []

@@ -135,7 +135,7 @@ def are_numbers(cells: Sequence[str]) -> bool:
 
 
 def listed(metrics: Mapping[str, Any], weights: str = "") -> str:
-    """Format metrics in a row, loss first: `loss 0.0712  accuracy 98.33%`; `weights` names them."""
+    """Format metrics in a row, loss first: `loss 0.0712  accuracy 98.33%`; `weights` is their name."""
     names = sorted(metrics, key=lambda name: name != "loss")
     shown = [labelled(name, metrics[name]) for name in names]
     return "  ".join([*shown, *([f"({weights} weights)"] if weights else [])])

@@ -1,1 +1,1 @@
-"""Private names of torch; tensors in containers, on several ranks and on disk."""
+"""Tensors in containers, on several ranks and on disk, and the private names of torch."""

@@ -1,4 +1,4 @@
-"""Numbers that a device has computed, on their way to the host, which trains on meanwhile."""
+"""Asynchronous copies of numbers from a device to the host, while training continues."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 class AsyncHostCopy:
     """Numbers of a device that the host reads once they have arrived, without draining the device's queue.
 
-    From CUDA they are copied to page-locked memory, and an event behind the copy tells when it is done. From
-    other devices they come when they are read.
+    CUDA copies them to page-locked memory, and an event after the copy signals its end. On other devices,
+    reading them copies them.
 
     Args:
-        numbers: 1-d, on any device; nothing writes to it any more.
+        numbers: 1-d, on any device; it must not be written to afterwards.
 
-    Cost: a copy and an event; torch keeps the page-locked memory for the next one.
+    Cost: a copy and an event; torch's allocator reuses the page-locked memory.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -29,20 +29,20 @@ class AsyncHostCopy:
             self._copied.record()
 
     def read(self) -> list[float]:
-        """The numbers. The host waits if they have not arrived yet, and only for what was asked before."""
+        """Return the numbers. The host waits for their copy if necessary, but not for later work."""
         if self._copied is not None:
             wait_for(self._copied)
         return self._numbers.tolist()
 
 
 def wait_for(event: Any) -> None:
-    """Return once a device has reached `event`; at once if it already has."""
+    """Wait until a device has reached `event`."""
     if not event.query():
         event.synchronize()
 
 
 def scalars(values: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Numbers and 0-d tensors as one tensor on `device`, without making the host wait."""
+    """Stack numbers and 0-d tensors into one tensor on `device`, without making the host wait."""
     return torch.stack(
         [
             value.to(device, dtype)

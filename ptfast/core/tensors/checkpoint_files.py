@@ -1,4 +1,4 @@
-"""A checkpoint on disk: written whole or not at all, verified before use, loaded without running code."""
+"""A checkpoint on disk: written atomically, verified before use, and loaded without running code."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 FORMAT = 1
 SHARDED_FORMAT = 2
-"""Of a checkpoint that several ranks have written."""
+"""Format of a checkpoint that several ranks have written."""
 EXPORT_FORMAT = 3
-"""Of an export: weights alone, in a folder with its own config."""
+"""Format of an export: only weights, in a folder with its own config."""
 WEIGHTS = "model.safetensors"
 """The weights of an export."""
 TREE = "tree.json"
-"""The values of a checkpoint of several ranks besides its tensors, and where each tensor goes."""
+"""The values of a sharded checkpoint besides its tensors, and the place of each tensor."""
 _PARTS = {FORMAT: ("model.pt", "training.pt"), SHARDED_FORMAT: (TREE,), EXPORT_FORMAT: (WEIGHTS, CONFIG)}
-"""Files of a checkpoint of each format besides `state.json`."""
+"""Required files of each format besides `state.json`."""
 _FACTS = {
     "progress": {field.name for field in fields(Progress)},
     "info": {field.name for field in fields(DataInfo)},
 }
-"""The names in `state.json`."""
+"""The known names in `state.json`."""
 
 
 Mark = Callable[[Path], object]
@@ -54,7 +54,7 @@ class CheckpointContent:
     """The content of one checkpoint folder.
 
     Args:
-        model: the plain model's state dict; what several ranks have written has a `SavedTensor` for a tensor.
+        model: the plain model's state dict; if several ranks wrote it, its tensors are of type `SavedTensor`.
         training: optimizer, gradient scaler and averaged weights, by name; tensors and plain values only.
         facts: JSON: progress, the data's facts, the automatic choices.
     """
@@ -65,36 +65,36 @@ class CheckpointContent:
 
 
 class WholeDraft:
-    """A checkpoint on its way to disk, which one rank writes.
+    """A checkpoint that one rank is writing to disk.
 
     The folder is written under another name, flushed to disk and renamed, so that a kill at any moment leaves
-    either the whole checkpoint or none. The manifest has each file's SHA-256: torch does not notice a flipped
-    bit. Errors are those of `cannot_write`, and leave nothing behind.
+    either the whole checkpoint or none. The manifest has each file's SHA-256, because torch does not detect
+    flipped bits. Errors are those of `cannot_write`; they leave no files.
 
     Args:
-        mark: called with the folder once it is in place, before anything else changes in `saved`.
+        mark: called with the folder once it is in place, before `saved` changes in any other way.
     """
 
     together = False
-    """Whether every rank writes a part, and all publish it together."""
+    """Whether every rank writes a part, and all ranks publish it together."""
 
     def __init__(
         self, saved: Path, step: int, content: CheckpointContent, mark: Mark = lambda folder: None
     ) -> None:
         self._folder, self.step, self._mark = saved / f".step-{step}.{os.getpid()}", step, mark
         self.content = content
-        """What `write` takes, or a copy of it."""
+        """The argument of `write`, which may be a copy of this."""
 
     def write(self, content: CheckpointContent) -> Path:
         """Write the files and put the folder in place; return it."""
         folder = self._folder
         try:
             with writing(folder.parent):
-                # A killed process of the same id may have left one: in a container, ids repeat.
+                # A killed process may have left one under the same id: ids repeat in containers.
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 for name, values in (("model.pt", content.model), ("training.pt", content.training)):
-                    # Given a path, torch's writer would hide the system's error.
+                    # Open the file here: given a path, torch's writer hides the system's error.
                     with (folder / name).open("wb") as file:
                         torch.save(values, file)
                 final = _seal(folder, self.step, content.facts, FORMAT)
@@ -105,16 +105,16 @@ class WholeDraft:
         return final
 
     def publish(self, written: Callable[[], Path]) -> Path:
-        """Return the folder that `write` has put in place, or raise its error."""
+        """Return the folder that `write` has written, or raise its error."""
         return written()
 
 
 class ShardedDraft:
     """A checkpoint of which each rank writes a part, with the guarantees of `WholeDraft`.
 
-    Every rank writes its rows into a file of its own, so that none needs memory for more than its share.
-    When all files are on disk, the first rank adds what is whole, the facts and the manifest, and renames the
-    folder, which until then is no checkpoint.
+    Each rank writes its rows to its own file, so that it needs no memory for the parts of other ranks. When
+    all files are on disk, the first rank adds the tree, the facts and the manifest, and renames the folder.
+    Until then the folder is not a checkpoint.
     """
 
     together = True
@@ -133,7 +133,7 @@ class ShardedDraft:
         self._tree, self.content = pack(parts, is_first=ranks.is_first)
 
     def write(self, content: dict[str, Tensor]) -> tuple[str, str]:
-        """Write this rank's file; return its name and checksum."""
+        """Write this rank's file, and return its name and checksum."""
         with writing(self._folder.parent):
             self._folder.mkdir(parents=True, exist_ok=True)
             name = f"shard-{self._ranks.rank + 1:05}-of-{self._ranks.world_size:05}.safetensors"
@@ -142,7 +142,7 @@ class ShardedDraft:
             return name, _sha256(self._folder / name)
 
     def publish(self, written: Callable[[], tuple[str, str]]) -> Path:
-        """Put the folder in place on all ranks together, which all raise if one fails; return it."""
+        """Complete the checkpoint on all ranks, and return its folder; an error of one rank is raised on all."""
 
         def complete() -> Path:
             with writing(self._folder.parent):
@@ -163,11 +163,11 @@ class ShardedDraft:
 def _seal(
     draft: Path, step: int, facts: dict[str, Any], version: int, digests: Mapping[str, str] | None = None
 ) -> Path:
-    """Complete a draft by its facts and its manifest, and make it the last checkpoint."""
+    """Add the facts and the manifest to a draft, and make it the last checkpoint."""
     saved = draft.parent
     write_manifest(draft, step, facts, version, digests)
     final = saved / f"step-{step}"
-    # One may be left by an attempt that went further, or by a save of this step. A kill leaves one of both.
+    # An attempt that went further, or an earlier save of this step, may have left one. A kill leaves either.
     old = hide(final, REPLACED) if final.exists() else None
     draft.rename(final)
     _flush(saved)
@@ -180,7 +180,7 @@ def _seal(
 def write_manifest(
     draft: Path, step: int, facts: dict[str, Any], version: int, digests: Mapping[str, str] | None = None
 ) -> None:
-    """Add the facts to a folder, and a manifest of the files in it; `digests` are of those known already."""
+    """Add facts and a manifest to a folder; `digests` has the checksums of files that are known already."""
     digests = dict(digests or {})
     (draft / "state.json").write_text(json.dumps(facts, indent=1))
     own = [path for path in sorted(draft.iterdir()) if path.name not in digests]
@@ -193,7 +193,7 @@ def write_manifest(
 
 
 def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
-    """The JSON part of a checkpoint, after `check_files`; S001 for the facts of another version."""
+    """Return the JSON part of a checkpoint, after `check_files`; S001 if another version wrote it."""
     step, file = check_files(folder, check=check)["step"], folder / "state.json"
     try:
         text = file.read_text()
@@ -215,13 +215,13 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
 
 
 def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
-    """The manifest of a checkpoint, after checking every file of the checkpoint against it.
+    """Check every file of a checkpoint against its manifest, and return the manifest.
 
     Args:
         check: False if the files have been hashed already for this load.
 
     Raises:
-        SavedStateError: S001 for a file that is missing, changed or of another form, or of a later format.
+        SavedStateError: S001 for a file that is missing, changed or invalid, or for a newer format.
     """
     try:
         manifest = checked(Manifest, (folder / MANIFEST).read_text())
@@ -243,13 +243,13 @@ def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
 
 
 def read_checkpoint(folder: Path, *, check: bool = True) -> CheckpointContent:
-    """As `read_facts`, with tensors on the CPU, those of several ranks read when needed; runs no code."""
+    """Read a whole checkpoint to the CPU without running code; sharded tensors are read when needed."""
     facts = read_facts(folder, check=check)
     return CheckpointContent(*read_parts(folder), facts)
 
 
 def read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's and the training's part of a checkpoint, of any version, whose files have been checked."""
+    """Return the `model` and `training` parts of a checkpoint of any format, after its files were checked."""
     if (folder / "model.pt").is_file() and not (folder / TREE).is_file():
         return load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt")
     source = folder / TREE
@@ -257,7 +257,7 @@ def read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if not source.is_file():
             source = folder / WEIGHTS
             return load_file(source), {}
-        # By their names: another machine may have an old listing of the folder.
+        # Take the names from the manifest: another machine may have an outdated listing of the folder.
         known = json.loads((folder / MANIFEST).read_text())["sha256"]
         files = sorted(folder / Path(name).name for name in known if name.startswith("shard-"))
         parts = unpack(json.loads((folder / TREE).read_text()), files)
@@ -275,7 +275,7 @@ def check_stored(path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """A file of tensors and plain values, onto the CPU."""
+    """Load a file of tensors and plain values to the CPU."""
     try:
         check_stored(path)
         return dict(torch.load(path, map_location="cpu", weights_only=True))
@@ -286,7 +286,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def damaged(path: Path, what: str, suggestion: str | None = None) -> SavedStateError:
-    """The error for a checkpoint that must not be used."""
+    """Return the error for a checkpoint that must not be used."""
     hint = suggestion or "Resume from another saved/step-N folder, or start afresh with run.resume=never"
     return SavedStateError("S001", what, key=str(path), suggestion=hint)
 

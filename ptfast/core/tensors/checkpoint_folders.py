@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which of them is the last or the best, and which go."""
+"""The checkpoint folders of a run: listing and pruning, and the links `last` and `best`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ptfast.core.run_directory import CONFIG, read_json
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
-"""Ending of the name of a hidden checkpoint whose step is saved once more."""
+"""Suffix of a hidden checkpoint that a new save of its step replaces."""
 LINKS = ("best", "last")
 """Links to checkpoints in `saved`."""
 
 
 def point(saved: Path, name: str, folder: Path) -> None:
-    """Make `saved/name` a relative link to `folder`, in one step."""
+    """Make `saved/name` a relative link to `folder`, atomically."""
     draft = saved / f".{name}.{os.getpid()}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(folder.name)
@@ -28,7 +28,7 @@ def point(saved: Path, name: str, folder: Path) -> None:
 
 
 def restore_links(saved: Path) -> None:
-    """Put back the links `best` and `last`, in whose place a copy of the run (`scp -r`) has folders."""
+    """Restore the links `best` and `last` in a copied run (`scp -r`), which has folders in their place."""
     for copied in (path for name in LINKS if _is_folder(path := saved / name)):
         if (home := saved / f"step-{step_of(copied)}").exists():
             shutil.rmtree(hide(copied, ".removed"), ignore_errors=True)
@@ -38,14 +38,14 @@ def restore_links(saved: Path) -> None:
 
 
 def abandon_after(saved: Path, folder: Path) -> None:
-    """Make `folder` the last checkpoint; newer ones are hidden now, and removed when the next is saved."""
+    """Make `folder` the last checkpoint, and hide newer ones, which the next save removes."""
     for newer in (each for each in list_checkpoints(saved) if step_of(each) > step_of(folder)):
         hide(newer, ".abandoned")
     point(saved, "last", folder)
 
 
 def prune(saved: Path, keep: int, best_steps: Container[int] = ()) -> None:
-    """Remove drafts and all checkpoints but the newest `keep` scheduled, the best and the linked ones."""
+    """Remove drafts and old checkpoints; keep the newest `keep` scheduled ones, the best and the linked."""
     for draft in saved.glob(".step-*"):
         shutil.rmtree(draft, ignore_errors=True)
     folders, followed = list_checkpoints(saved), {(saved / name).resolve() for name in LINKS}
@@ -60,11 +60,11 @@ def prune(saved: Path, keep: int, best_steps: Container[int] = ()) -> None:
 
 
 def list_checkpoints(saved: Path) -> list[Path]:
-    """The checkpoint folders of a run, newest first."""
+    """Return the checkpoint folders of a run, newest first."""
     if not saved.is_dir():
         return []
-    # A copy may have a checkpoint under the name of a link alone. A replaced one counts only if a kill came
-    # before the new one took its place.
+    # A copied run may have a checkpoint only under a link's name. A replaced checkpoint counts only if a
+    # kill prevented the new one from taking its place.
     copies = [path for name in LINKS if _is_folder(path := saved / name)]
     found = [*copies, *saved.glob(f".step-*{REPLACED}"), *saved.glob("step-*")]
     folders = {step: path for path in found if path.is_dir() and (step := step_of(path)) >= 0}
@@ -72,7 +72,7 @@ def list_checkpoints(saved: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint by its name, or by its manifest in place of a link; -1 for other folders."""
+    """Return a checkpoint's step from its name, or from its manifest if named as a link; -1 otherwise."""
     if folder.name in LINKS:
         step = read_json(folder / MANIFEST).get("step")
         return step if type(step) is int else -1
@@ -85,19 +85,19 @@ def _is_folder(path: Path) -> bool:
 
 
 def config_of(folder: Path) -> Path:
-    """The config of the run that a checkpoint belongs to; an export has its own."""
+    """Return the config file of a checkpoint's run; an export has its own."""
     own = folder / CONFIG
     return own if own.is_file() else folder.parent.parent / CONFIG
 
 
 def find_checkpoint(path: Path, checkpoint: str = "best") -> Path:
-    """The checkpoint of a run to use after training; a folder of one, such as an export, stands for itself.
+    """Return the checkpoint of a run to use after training; `path` may also be a checkpoint or an export.
 
     Args:
-        checkpoint: `best`, which is the last one where none is kept as the best; `last`; or `step-N`.
+        checkpoint: `best` (the last one if no best one is kept), `last`, or `step-N`.
 
     Raises:
-        PtfastError: C005 for another name, C011 if `path` is a checkpoint already, S004 if it is not there.
+        PtfastError: C005 for another name, C011 if `path` is another checkpoint, S004 if it does not exist.
     """
     details: dict[str, Any] = {"key": "--checkpoint", "value": checkpoint}
     if not re.fullmatch(r"best|last|step-\d+", checkpoint):
@@ -118,13 +118,13 @@ def find_checkpoint(path: Path, checkpoint: str = "best") -> Path:
 
 
 def _named(path: Path, name: str) -> Path | None:
-    """The checkpoint of this name in a run directory, or in a folder of checkpoints; None without one."""
+    """Return the checkpoint of this name in a run directory or a folder of checkpoints, or None."""
     folders = (path / "saved" / name, path / name)
     return next((folder.resolve() for folder in folders if (folder / MANIFEST).is_file()), None)
 
 
 def name_checkpoint(folder: Path, facts: Mapping[str, Any]) -> str:
-    """A checkpoint with these `facts` in words, such as `best by val accuracy, step 312`."""
+    """Describe a checkpoint with these `facts`: `best by val accuracy, step 312`."""
     step = f"step {facts['progress']['step']:,}"
     if "export" in facts:
         return str(facts["export"].get("checkpoint", step))
@@ -136,7 +136,7 @@ def name_checkpoint(folder: Path, facts: Mapping[str, Any]) -> str:
 
 
 def find_to_resume(path: Path) -> Path:
-    """The checkpoint to resume: `path` itself, or the last one of the run there; S004 if there is none."""
+    """Return the checkpoint to resume: `path` itself, or the last one of the run there; S004 without one."""
     if (path / MANIFEST).is_file():
         return path.resolve()
     if (last := _named(path, "last")) is not None:
@@ -149,14 +149,14 @@ def find_to_resume(path: Path) -> Path:
 
 
 def hide(folder: Path, ending: str) -> Path:
-    """Rename a checkpoint that is to go: a kill while its files go must not leave one that is half there."""
+    """Rename a checkpoint before it is removed, because a kill meanwhile must not leave half of it."""
     doomed = folder.with_name(f".{folder.name}{ending}")
     shutil.rmtree(doomed, ignore_errors=True)
     return folder.rename(doomed)
 
 
 def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
-    """Reject (S003) a length that `step`, or a schedule not `extendable` (the same so far), rules out."""
+    """Reject (S003) a new length below `step`, or a change that alters the schedule (not `extendable`)."""
     if new_steps != old_steps and not extendable:
         lengths = f"the saved run has {old_steps:,} steps, not {new_steps:,}"
         what = f"{lengths}, and up to step {step:,} its schedule or curriculum depends on the length"

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: a copy in main memory, and a thread that writes it."""
+"""Background writes of checkpoints: a copy in main memory, and a thread that writes it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from ptfast.core.tensors.trees import tensors_in
 T = TypeVar("T")
 
 LEAST_BYTES = 4 << 20
-"""`saving.background=auto` writes smaller checkpoints at once: there is little to gain."""
+"""`saving.background=auto` writes smaller checkpoints in the foreground, because there is little to gain."""
 
 PIECE_BYTES = 8 << 20
-"""What two threads that copy take at a time."""
+"""The size of the pieces that two threads copy."""
 NICENESS = 10
-"""By how much the thread that writes gives way to those that train, until they wait for it."""
+"""The niceness of the writing thread, relative to the main thread, until training waits for it."""
 
 
 class HostCopies:
-    """Copies nested values into main memory; its buffers are kept for the next copy.
+    """Copies of nested values in main memory, whose buffers are reused for the next copy.
 
-    Copies share storage where tensors do, and keep strides: files made from them are the same.
+    Copies share storage as the tensors do, and keep their strides, so that the files are the same.
 
-    Cost: one pass over the bytes, and as much main memory. From CUDA the copies go into page-locked memory,
-    in the stream that trains: its next kernel waits for them, the host does not.
+    Cost: one pass over the bytes, and as much main memory. CUDA copies to page-locked memory, in the training
+    stream: its next kernel waits for the copy, but the host does not.
     """
 
     def __init__(self) -> None:
@@ -50,13 +50,13 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Main memory of the buffers."""
+        """Return the size of the buffers."""
         return sum(map(len, self._buffers))
 
     def take(self, values: T) -> tuple[T, Callable[[], Any]]:
-        """Return a deep copy of `values`, and a function that waits until a device has filled it.
+        """Return a deep copy of `values`, and a function that waits until the device has filled it.
 
-        The copy before it is overwritten.
+        It overwrites the previous copy.
         """
         tensors = [tensor for tensor in tensors_in(values) if _has_storage(tensor)]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -82,16 +82,16 @@ class HostCopies:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, at once or from a thread, one at a time.
+    """Writes the checkpoints of a run, in the foreground or from a thread, one at a time.
 
-    Training goes on once the copy is made. A checkpoint that is due while another is written waits for it.
+    Training continues once the copy is made. A new checkpoint waits until the previous one is written.
 
     Args:
-        background: write from a thread; `auto` does so for at least `LEAST_BYTES` whose copy takes less than
+        background: write from a thread; `auto` does so from `LEAST_BYTES` on, if the copy takes less than
             half of the free memory.
-        every_s: wall time between two saves; None if they come by steps.
+        every_s: wall time between two saves; None if saves are scheduled by steps.
 
-    Cost: nothing between saves except a check of the thread at each log line.
+    Cost: between saves, one check of the thread per log line.
     """
 
     def __init__(
@@ -103,33 +103,33 @@ class CheckpointWriter:
     ) -> None:
         self.background, self.every_s, self._ranks, self._clock = background, every_s, ranks, clock
         self.is_due = False
-        """The ranks have agreed that it is time for a checkpoint."""
+        """The ranks agree that a checkpoint is due."""
         self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
         self._written: Future[Any] | None = None
         self._thread_id: int | None = None
         self._together = False
         self._publish: Callable[[], None] = lambda: None
         self.states = self.in_background = 0
-        """Checkpoints written so far, and those of them that a thread has written."""
+        """Checkpoints written so far: all, and those written by a thread."""
         self.writing_s = self.longest_stall_s = 0.0
-        """Time spent writing, also while training went on; the longest pause for one checkpoint."""
+        """Total writing time, including background writes; the longest pause of training for one checkpoint."""
 
     @property
     def interval_over(self) -> bool:
-        """Whether it is time for the next checkpoint, by this rank's clock."""
+        """Whether the next checkpoint is due by this rank's clock."""
         return self.every_s is not None and self._clock.elapsed_s() - self._saved_s >= self.every_s
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's thread has written all it has to."""
+        """Whether this rank's thread has finished writing."""
         return self._written is not None and self._written.done()
 
     def poll(self, *, due: bool, all_written: bool) -> None:
-        """Publish the checkpoint under way if it is written, and note if the next one is `due`.
+        """Publish the pending checkpoint if it is written, and record if the next one is `due`.
 
         Args:
-            due: what the first rank's `interval_over` said, the same on all ranks; and `all_written`, whether
-                `is_written` was true on each. What they said before the last save is passed over.
+            due: `interval_over` of the first rank, the same on all ranks.
+            all_written: whether `is_written` on all ranks. Values from before the last save are ignored.
         """
         if self._together:
             if all_written and not self._is_stale:
@@ -139,7 +139,7 @@ class CheckpointWriter:
         self.is_due, self._is_stale = due and not self._is_stale, False
 
     def begin(self) -> None:
-        """Begin a save, on all ranks: wait for the checkpoint before it."""
+        """Begin a save on all ranks: wait for the previous checkpoint."""
         self.finish()
         self.is_due, self._is_stale, self._saved_s = False, True, self._clock.elapsed_s()
 
@@ -155,8 +155,8 @@ class CheckpointWriter:
 
         Args:
             check: tensors that must be finite; N001 if they are not, and nothing is written.
-            tell: called by the main thread of the first rank, with the folder once it is in place.
-            background: a thread may write it while training goes on.
+            tell: called in the main thread of the first rank, with the folder, once it is in place.
+            background: allow a thread to write it while training continues.
         """
         content: Any = draft.content, [*check]
         size, on_gpu = _size_of(content)
@@ -195,7 +195,7 @@ class CheckpointWriter:
         if not background:
             publish(run)
             return
-        # Its thread is no daemon: one that the interpreter stops inside of torch aborts the process.
+        # Not a daemon thread: if the interpreter stops one inside of torch, the process aborts.
         pool = ThreadPoolExecutor(1, "ptfast-checkpoint-writer")
         written = pool.submit(run)
         pool.shutdown(wait=False)
@@ -203,7 +203,7 @@ class CheckpointWriter:
         self._publish = lambda: publish(written.result)
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way is written, and publish it; raise the error of its writing."""
+        """Wait until the pending checkpoint is written, and publish it; raises its write error."""
         if self._written is None:
             return
         cause = self._clock.cause
@@ -215,12 +215,12 @@ class CheckpointWriter:
             self._publish()
         finally:
             self._publish = lambda: None
-            # Callbacks that were told of the checkpoint have marks of their own.
+            # The callbacks of `tell` mark the clock themselves.
             if self._clock.cause != cause:
                 self._clock.to(cause)
 
     def leave(self) -> None:
-        """Wait for the writing of a run that has failed. A checkpoint of several ranks stays unpublished."""
+        """Wait for the pending write of a failed run. A sharded checkpoint is not published."""
         if self._written is not None:
             self._clock.to("saving")
             self._wait()
@@ -232,7 +232,7 @@ class CheckpointWriter:
         wait([self._written])
 
     def report(self) -> dict[str, float]:
-        """What saving took, for `summary.json`; how long training stood still for it is in the ledger."""
+        """Return the statistics of saving for `summary.json`; the clock has the time that training paused."""
         return {
             "states": self.states,
             "in_background": self.in_background,
@@ -250,14 +250,14 @@ def _check_finite(weights: Sequence[Tensor], step: int) -> None:
 
 
 def _size_of(content: Any) -> tuple[int, bool]:
-    """Bytes of all tensors, and whether any is on CUDA."""
+    """Return the bytes of all tensors, and whether any is on CUDA."""
     tensors = [tensor for tensor in tensors_in(content) if _has_storage(tensor)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values()), any(t.is_cuda for t in tensors)
 
 
 def _set_niceness(thread_id: int, niceness: int) -> None:
-    """Set by how much a thread gives way to the main one; taking it back may need a privilege."""
+    """Set a thread's niceness relative to the main thread; lowering it may need a privilege."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             os.setpriority(
@@ -270,7 +270,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
         for buffer, source in pairs:
             buffer.copy_(source, non_blocking=source.is_cuda)
         return
-    # The core that will write is idle so far.
+    # The core of the writing thread is still idle: use it for the copy.
     pieces = [
         piece
         for buffer, source in pairs
@@ -281,7 +281,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _has_storage(tensor: Any) -> bool:
-    """Return True for what can be rebuilt over another storage; anything else is cloned."""
+    """Return True if a tensor can be rebuilt on another storage; other tensors are cloned."""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided
     plain = plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     return plain and tensor.device.type in ("cpu", "cuda")

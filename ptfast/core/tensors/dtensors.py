@@ -1,4 +1,4 @@
-"""Tensors split over ranks (DTensors) or files, or expanded: a rank's own part, and the whole."""
+"""Tensors that are sharded over ranks (DTensors) or files, or expanded: local parts and whole tensors."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """This rank's part of `tensor`, in the same memory; of a tensor that is whole, itself."""
+    """Return this rank's part of `tensor`, in the same memory; a tensor that is not sharded as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return True if several entries are one number in memory, which torch does not write to."""
+    """Return True if several entries share one memory location, which torch refuses to write to."""
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in dimensions)
 
 
 def local_parts(tensors: list[Tensor]) -> list[Tensor]:
-    """This rank's parts of `tensors`, of which all are sharded or none; then the list itself."""
+    """Return this rank's parts of `tensors`, which are all sharded or all whole (then the list itself)."""
     return [local_part(tensor) for tensor in tensors] if is_sharded(tensors[0]) else tensors
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor on disk, split by rows over several files; only the rows that are asked for are read.
+    """A tensor on disk, split by rows over several files; only the requested rows are read.
 
     Args:
-        parts: slices of safetensors (`safe_open(...).get_slice(name)`), in the order of the rows.
+        parts: slices of safetensors (`safe_open(...).get_slice(name)`), in row order.
     """
 
     parts: tuple[Any, ...]
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         _, *others = self.parts[0].get_shape()
         return torch.Size([sum(part.get_shape()[0] for part in self.parts), *others])
 
@@ -61,17 +61,17 @@ class SavedTensor:
 
 
 def whole(value: Any) -> Any:
-    """A `SavedTensor` as read from disk; anything else as it is."""
+    """Read a `SavedTensor` from disk; return any other value as it is."""
     return value.rows(0, value.shape[0]) if isinstance(value, SavedTensor) else value
 
 
 def is_sharded_by_rows(tensor: Any) -> bool:
-    """Return True if every rank has rows of `tensor` that follow those of the rank before."""
+    """Return True if `tensor` is sharded over one dimension of ranks, by rows."""
     return is_sharded(tensor) and [placement.is_shard(0) for placement in tensor.placements] == [True]
 
 
 def shard_like(tensor: Any, value: Any) -> Any:
-    """`value`, which every rank has or can read, sharded like `tensor`.
+    """Shard `value`, which every rank has or can read, like `tensor`.
 
     Only this rank's rows of a `SavedTensor` are read. Values of another shape or type stay whole, as does
     everything if `tensor` is not sharded.
@@ -82,23 +82,23 @@ def shard_like(tensor: Any, value: Any) -> Any:
 
     mesh, placements = tensor.device_mesh, tensor.placements
     if isinstance(value, SavedTensor) and is_sharded_by_rows(tensor):
-        # As torch.chunk cuts: the last parts may be smaller, or empty.
+        # Split like torch.chunk: the last parts may be smaller or empty.
         start = mesh.get_local_rank() * -(-len(tensor) // mesh.size())
         own = value.rows(start, start + len(tensor.to_local())).to(tensor.device)
         return DTensor.from_local(own, mesh, placements, shape=tensor.shape, stride=tensor.stride())
-    # Every rank takes its own part: nothing is sent.
+    # Every rank takes its own part, without communication.
     return distribute_tensor(whole(value).to(tensor.device), mesh, placements, src_data_rank=None)
 
 
 def pack(nest: Any, *, is_first: bool) -> tuple[Any, dict[str, Tensor]]:
-    """`nest` for JSON, and the tensors by name that this rank has to write.
+    """Convert `nest` to JSON values, and return them with the tensors that this rank must write, by name.
 
-    Each rank writes its rows of sharded tensors, from the memory where they are; the first rank writes whole
-    tensors, from a copy. Each object in the JSON has one key for what it stands for: the items of a `dict`, a
-    `tuple`, `bytes` in hexadecimal, a whole `tensor` or the `rows` of one, by name.
+    Each rank writes its rows of sharded tensors from their own memory; the first rank writes whole tensors
+    from a copy. Each object in the JSON has one key, its kind: the items of a `dict`, a `tuple`, `bytes` in
+    hexadecimal, or the name of a whole `tensor` or of the `rows` of one.
 
-    All ranks call this, with nests that differ at most in what is not sharded. C017 rejects a value that is
-    neither a tensor nor plain.
+    All ranks call this, with nests that may differ only in values that are not sharded. C017 rejects a value
+    that is neither a tensor nor plain.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
@@ -106,7 +106,7 @@ def pack(nest: Any, *, is_first: bool) -> tuple[Any, dict[str, Tensor]]:
     def pack_tensor(tensor: Any, path: str) -> dict[str, str]:
         if is_sharded_by_rows(tensor) and tensor.numel():
             own = local_part(tensor)
-            # Layers may share a tensor, which is written once.
+            # Layers may share a tensor: write it once.
             name = names.setdefault((own.data_ptr(), own.dtype, tensor.shape), path)
             if name == path and own.numel():
                 tensors[name] = own
@@ -137,18 +137,18 @@ def pack(nest: Any, *, is_first: bool) -> tuple[Any, dict[str, Tensor]]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors of any device by way of main memory."""
+    """Write tensors of any device to a file, through main memory."""
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    # Newer versions leave a file that only its owner may read.
+    # Newer versions of safetensors create a file that only its owner may read.
     path.chmod(mode)
 
 
 def unpack(packed: Any, files: Sequence[Path]) -> dict[str, Any]:
-    """What `pack` was given, from the `files` of all ranks in order; a sharded tensor is a `SavedTensor`."""
+    """Restore the argument of `pack` from all ranks' `files`, in order; sharded tensors are `SavedTensor`s."""
     from safetensors import safe_open
 
     holders: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Buffers of a model, such as BatchNorm's statistics, kept over passes that are not to count."""
+"""Restoring a model's buffers, such as BatchNorm's statistics, after passes that must not change them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor, nn
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """A context after which the buffers of `model` are as before."""
+    """Restore the buffers of `model` at the end of this context."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, before in kept:
-                # A backward pass may need those that have not changed. BatchNorm does not count its writes.
+                # Write only changed buffers: a backward pass may need the others. BatchNorm's own writes do not
+                # bump version counters.
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
 
 
 class KeptBuffers:
-    """Puts back the saved buffers of a model, such as BatchNorm's statistics, after a skipped step.
+    """Restores a model's saved buffers, such as BatchNorm's statistics, after a skipped step.
 
-    Those that are not saved with the model are constants, or are made anew.
+    Buffers that are not saved with the model are constants, or are computed again.
 
     Cost: two copies of these buffers a step, in a few kernels.
     """
@@ -45,7 +46,7 @@ class KeptBuffers:
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor) -> None:
-        """Put the copies back if the step was `skipped`: 0-d, on the device."""
+        """Restore the copies if `skipped`, a 0-d tensor on the device, is true."""
         buffers = self._buffers()
         for dtype, after in _flat(buffers).items():
             own = [buffer for buffer in buffers if buffer.dtype == dtype]
@@ -57,6 +58,6 @@ class KeptBuffers:
 
 
 def _flat(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
-    """All elements in a row, by type: a copy."""
+    """Concatenate all elements of each dtype: a copy."""
     kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
     return {kind: torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds}

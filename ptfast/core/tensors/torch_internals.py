@@ -1,6 +1,6 @@
-"""Private names of torch that are needed here, each with its reason; a test looks for all that any file uses.
+"""The private names of torch that ptfast uses, each with its reason; a test finds all other uses.
 
-Kernels (`torch._foreach_*`) are called where they are; only `techniques/compile/` imports the compiler.
+Kernels (`torch._foreach_*`) are called directly; only `techniques/compile/` imports the compiler.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import signal_handling as worker_signals
 from torch.utils.data._utils import worker as data_worker
 
-# Imported for others:
+# Imported for other modules:
 __all__ = ["BatchNorm", "InstanceNorm", "data_worker", "worker_signals"]
-# BatchNorm, InstanceNorm: the bases of the layers of all dimensions, which have no public name.
-# worker_signals: names the processes of a loader of ours to the handler that tells of one that was killed.
-# data_worker: sets what `torch.utils.data.get_worker_info` gives in a process of ours.
+# BatchNorm, InstanceNorm: the base classes of the layers of all dimensions, which have no public name.
+# worker_signals: registers our loader's workers with the handler that reports a killed one.
+# data_worker: sets the result of `torch.utils.data.get_worker_info` in our workers.
 OpOverload = torch._ops.OpOverload
-"""One operator for arguments of given types, as dispatch modes and graphs name it."""
+"""An operator overload, as in dispatch modes and graphs."""
 is_profiling = torch.autograd._profiler_enabled
 """Return True under a profiler."""
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees each operator that runs. Torch documents its base, in a module with a private name."""
+    """Base class for observing each operator that runs. torch documents its base, despite the private module."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch imports its compiler, for three seconds, to hide this mode from it.
+        # Otherwise torch imports its compiler (3 s) to hide this mode from it.
         return False
 
 
 def hide_from_compiler(method: Any) -> None:
-    """Have a method of torch's optimizers count as hidden from the compiler already.
+    """Mark a method of torch's optimizers as already hidden from the compiler.
 
-    Torch hides it when it is first called, importing the compiler, and keeps the result under this name.
+    On the first call torch would import the compiler to hide it, and would keep the result under this name.
     """
     setattr(method, "__dynamo_disable", method)
 
 
 def set_allocator(settings: str) -> None:
-    """Change settings of the GPU's allocator in this process, as PYTORCH_ALLOC_CONF does before it starts."""
+    """Change the GPU allocator's settings in this running process, like PYTORCH_ALLOC_CONF at its start."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def dump_nccl_trace() -> bytes:
-    """The content of NCCL's flight recorder, pickled, without stacks, which need Python's lock for long."""
+    """Return NCCL's flight recorder, pickled, without stacks, which would hold Python's lock for long."""
     from torch._C import _distributed_c10d as c10d
 
     return c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -62,9 +62,9 @@ def dump_nccl_trace() -> bytes:
 
 @contextmanager
 def quick_gradcheck() -> Iterator[None]:
-    """Let torch's fast gradcheck name a wrong gradient at once.
+    """Let torch's fast gradcheck report a wrong gradient without computing a whole Jacobian.
 
-    For its message it would compute a whole Jacobian, with a forward pass for each number of a parameter.
+    Its message would need that Jacobian, with a forward pass for each number of a parameter.
     """
     module: Any = sys.modules[gradcheck.__module__]
     before, module._run_slow_mode_and_get_error = module._run_slow_mode_and_get_error, lambda *_: ""
@@ -75,14 +75,14 @@ def quick_gradcheck() -> Iterator[None]:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once the running backward pass has computed all gradients: later than any hook."""
+    """Call `callback` when the current backward pass has computed all gradients, after all hooks."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def backward(loss: Tensor, weight: Tensor) -> None:
-    """Run `loss.backward(weight)` without its check that both have one shape, that of a 0-d loss.
+    """Run `loss.backward(weight)` for a 0-d loss, without the check that both shapes are equal.
 
-    The check imports the compiler's symbolic shapes at its first call, which takes a third of a second.
+    The first check imports the compiler's symbolic shapes, which takes 0.3 s.
     """
     Variable._execution_engine.run_backward(
         (loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -1,7 +1,7 @@
 """Tensors in nested containers: batches, and what models take and return.
 
-Batches are walked by functions of ours: torch's know exact types only, and pass over a user's subclass of
-dict. Models' inputs and outputs are walked by torch's, whose module is private, so it is imported here alone.
+Our functions traverse batches, because torch's know exact types only, and ignore a user's subclass of dict.
+torch's functions traverse models' inputs and outputs. Their module is private, so only this one imports it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` of every tensor, saved one, or object with `to` in its place.
+    """Return `value` with `function` applied to every `Tensor`, `SavedTensor`, or object with a `to` method.
 
-    Types stay, with the other attributes of their objects.
+    Containers keep their types and other attributes.
     """
     if isinstance(value, (Tensor, SavedTensor)) or hasattr(value, "to"):
         return function(value)
@@ -47,5 +47,5 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """A batch with memory of its own, which code that writes to it in place may have."""
+    """Copy a batch, for code that writes to it in place."""
     return map_tensors(lambda part: part.clone() if isinstance(part, Tensor) else copy.deepcopy(part), value)
