@@ -14,7 +14,7 @@ __all__ = ["PtfastError", "Result", "evaluate", "load", "predict", "prepare", "s
 
 
 def __getattr__(name: str) -> Any:
-    """Load what `__all__` names when it is first asked for: importing ptfast loads no torch."""
+    """Import the names of `__all__` on first use, so that importing ptfast does not import torch."""
     if name == "PtfastError":
         return import_module("ptfast.core.errors").PtfastError
     if name == "given":

@@ -1,9 +1,9 @@
 """ptfast for Python programs and notebooks: `train`, `evaluate`, `predict`, `prepare`, `load` and `sweep`.
 
-Each takes the config as the commands do: words such as `"optimizer.lr=0.1"`, or keys with values of Python
-(`epochs=3`, `optimizer={"lr": 0.1}`), among which may be modules, datasets, classes and functions. Errors are
-those of the commands, as exceptions: a `PtfastError` has `code`, `key` and `hint`. What a call changes in the
-process is put back when it ends.
+Each takes the config like the commands, as overrides such as `"optimizer.lr=0.1"`, or as keyword arguments
+(`epochs=3`, `optimizer={"lr": 0.1}`), whose values may be modules, datasets, classes and functions. The
+errors of the commands are raised as exceptions: a `PtfastError` has `code`, `key` and `hint`. Each call
+restores the process-wide settings that it changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ptfast.training.saved_model import evaluations, predictions, prepared, save
 from ptfast.training.stages.partial_run import PartialRun
 
 _loaded: WeakKeyDictionary[nn.Module, PartialRun] = WeakKeyDictionary()
-"""How inputs were prepared for a module that `load` has given, and what its task is; without the module."""
+"""The task and input preparation of each module that `load` has returned, without the module itself."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,26 +51,26 @@ class Result:
     path: Path
     """The run directory."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """Objects that it was handed, by import path; its config finds them as long as this exists."""
+    """Objects passed to the run, by import path; its config can find them while this result exists."""
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The content of `summary.json`."""
+        """Return the content of `summary.json`."""
         return run_directory.read_json(self.path / run_directory.SUMMARY)
 
     @property
     def status(self) -> str:
-        """How it ended: `finished`, `stopped` (no more gain), `paused` (`run.max_time`) or `failed`."""
+        """Return the status: `finished`, `stopped` (no more gain), `paused` (`run.max_time`) or `failed`."""
         return str(self.summary.get("status", "unknown"))
 
     @property
     def best(self) -> dict[str, float]:
-        """Step and metrics of the best evaluation; empty if there was none."""
+        """Return the step and metrics of the best evaluation; empty if there was none."""
         return self.summary.get("best", {})
 
     @property
     def metrics(self) -> Any:
-        """What was logged, a row a step and split: a DataFrame where pandas is installed, else a list."""
+        """Return the logged metrics, one row per step and split: a DataFrame, or a list without pandas."""
         rows = RunFiles(self.path).records
         try:
             import pandas
@@ -79,7 +79,7 @@ class Result:
         return pandas.DataFrame(rows)
 
     def model(self, checkpoint: str = "best") -> nn.Module:
-        """The trained model, as `load` gives it."""
+        """Return the trained model, like `load`."""
         return load(self, checkpoint)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Result:
         return f"<ptfast run {self.path}: {self.status}{best and f', best {best}'}>"
 
     def _repr_html_(self) -> str:
-        """The report of the run, which a notebook shows: its metrics, curves and time budget."""
+        """Return the report for a notebook: metrics, curves and time budget."""
         page = self.path / REPORT_FILE
         if not page.is_file():
             return f"<pre>{escape(repr(self))}</pre>"
@@ -98,21 +98,21 @@ class Result:
 def train(
     recipe: str | None = None, *overrides: str, model: Any = None, data: Any = None, **keys: Any
 ) -> Result:
-    """Train as `ptfast train recipe=RECIPE OVERRIDES...` does, in this process.
+    """Train in this process, like `ptfast train recipe=RECIPE OVERRIDES...`.
 
     Args:
-        recipe: its name or path.
-        overrides: words of the command line.
-        model: a module, of which a copy is trained, a class, a function that returns a module, or the name of
+        recipe: name or path of a recipe.
+        overrides: arguments of the command line.
+        model: a module (a copy of it is trained), a class, a function that returns a module, or the name of
             an option.
         data: a dataset or a DataFrame with `target="column"`, a tuple of them (training, validation, and
-            perhaps test), a class, a function that returns a dataset, or the name of an option.
-        keys: keys of the config; a mapping sets the keys inside, and `**{"optimizer.lr": 0.1}` a dotted one.
+            optionally test), a class, a function that returns a dataset, or the name of an option.
+        keys: config keys; a mapping sets the keys in a section, and `**{"optimizer.lr": 0.1}` a dotted key.
 
     Raises:
-        PtfastError: as the command fails.
-        KeyboardInterrupt: Ctrl-C, or the stop button of a notebook, after the step and the saving of the run.
-        SystemExit: 75 after SIGTERM, SIGUSR1 or SIGHUP, likewise. All three can be resumed. Outside of the
+        PtfastError: the errors of the command.
+        KeyboardInterrupt: Ctrl-C or a notebook's stop button, after the current step; the run is saved.
+        SystemExit: 75 after SIGTERM, SIGUSR1 or SIGHUP; the run is saved. Both can be resumed. Outside the
             main thread, signals are left to the program.
     """
     with borrowed("train"):
@@ -138,11 +138,11 @@ def train(
 def sweep(
     recipe: str | None = None, *overrides: str, model: Any = None, data: Any = None, **keys: Any
 ) -> list[Result]:
-    """Train once for each combination of values, as `ptfast train -m` does, each in a process of its own.
+    """Train once for each combination of values, like `ptfast train -m`, each in its own process.
 
-    A list is a choice of values, as are commas in a word: `sweep("resnet_digits", seed=[0, 1])`. A run that
-    fails ends no other one; its `status` is `failed`. Otherwise as `train`; nothing that only this process
-    has can be handed over (C014).
+    Lists, and commas in an override, are values to sweep over: `sweep("resnet_digits", seed=[0, 1])`. If a
+    run fails, its `status` is `failed`, and the other runs continue. Arguments are those of `train`, except
+    objects that exist only in this process (C014).
     """
     with borrowed("sweep"), without_script():
         given = _read(recipe, overrides, {"model": model, "data": data, **keys}, sweeps=True)
@@ -159,13 +159,13 @@ def sweep(
 def evaluate(
     run: str | Path | Result, *overrides: str, split: str | None = None, checkpoint: str = "best", **keys: Any
 ) -> dict[str, dict[str, Any]]:
-    """Evaluate a run's model as `ptfast eval` does; returns the metrics by split.
+    """Evaluate a run's model like `ptfast eval`, and return the metrics by split.
 
     Args:
         run: a run directory, a checkpoint in it, an export, or the result of `train`.
-        split: `val`, `test` or the name of an evaluation set; None for all besides `train`.
-        checkpoint: `best`, which is the last one where none is kept as the best; `last`; or `step-N`.
-        keys: as of `train`; other data (`data=`) is read by the vocabulary and classes of training.
+        split: `val`, `test` or the name of an evaluation set; None for all except `train`.
+        checkpoint: `best` (the last one if no best one is kept), `last`, or `step-N`.
+        keys: as for `train`; other data (`data=`) is read with the vocabulary and classes of training.
     """
     with borrowed("evaluate"):
         over = _words_over(run, overrides, keys)
@@ -183,12 +183,12 @@ def predict(
     checkpoint: str = "best",
     **keys: Any,
 ) -> list[dict[str, Any]]:
-    """Predict as `ptfast predict` does; returns a record for each input, with its name under `input`.
+    """Predict like `ptfast predict`, and return a record for each input, with its name under `input`.
 
     Args:
-        run: as of `evaluate`, or a module that `load` has given.
+        run: as for `evaluate`, or a module that `load` has returned.
         inputs: one of these, or a list of them: a file or folder, an array or tensor of one or several
-            inputs as they are in the data, a PIL image, or, for a model of texts, a text. A model of tables
+            inputs in the format of the dataset, a PIL image, or a text for a text model. A model of tables
             takes files, a DataFrame, or a mapping for each row.
     """
     with borrowed("predict"), _model_of(run, overrides, checkpoint, keys) as saved:
@@ -203,9 +203,9 @@ def prepare(
     checkpoint: str = "best",
     **keys: Any,
 ) -> Tensor:
-    """Inputs as a batch that the run's model takes: decoded, resized, normalized, or tokenized and padded.
+    """Prepare inputs as a batch for the run's model: decoded, resized, normalized, or tokenized and padded.
 
-    Takes what `predict` takes: `net(prepare(net, images))` are the outputs that `predict` puts into words.
+    Arguments are those of `predict`: `net(prepare(net, images))` returns the outputs that it interprets.
     """
     with borrowed("prepare"), _model_of(run, overrides, checkpoint, keys) as saved:
         batches = [batch for _, batch in prepared(saved, _inputs(saved, inputs), batch_size=sys.maxsize)]
@@ -213,10 +213,10 @@ def prepare(
 
 
 def load(run: str | Path | Result, checkpoint: str = "best", *overrides: str, **keys: Any) -> nn.Module:
-    """The trained model of a run, in evaluation mode, with averaged weights where the run has them.
+    """Load the trained model of a run, in evaluation mode, with averaged weights if the run has them.
 
-    `predict` and `prepare` take the module itself, and ready inputs as in training. Arguments as of
-    `evaluate`, with `device="cpu"` among the keys.
+    `predict` and `prepare` accept the module in place of a run, and prepare inputs as in training. Arguments
+    are those of `evaluate`; `device="cpu"` is one of the keys.
     """
     with borrowed("load"), _model_of(run, overrides, checkpoint, keys) as saved:
         module, kept = saved.model, copy.copy(saved)
@@ -229,7 +229,7 @@ def load(run: str | Path | Result, checkpoint: str = "best", *overrides: str, **
 def _read(
     recipe: str | None, overrides: tuple[str, ...], keys: Mapping[str, Any], *, sweeps: bool = False
 ) -> PythonWords:
-    """The words of a call's arguments; a key without a value (`None`) of `model` and `data` is left out."""
+    """Convert a call's arguments to overrides; `model` and `data` are omitted if they are None."""
     given = PythonWords(sweeps=sweeps)
     if recipe is not None:
         given.words.append(recipe if "=" in recipe else f"recipe={recipe}")
@@ -245,7 +245,7 @@ def _path_of(run: str | Path | Result) -> Path:
 
 
 def _words_over(run: str | Path | Result, overrides: tuple[str, ...], keys: Mapping[str, Any]) -> PythonWords:
-    """The words over a run's own config; objects that it names already need none."""
+    """Return the overrides of a run's config; objects that the config names already need none."""
     text = config_of(find_checkpoint(_path_of(run))).read_text("utf-8")
     over = _read(None, overrides, {})
     give_again(run.objects if isinstance(run, Result) else {})
@@ -261,7 +261,7 @@ def _words_over(run: str | Path | Result, overrides: tuple[str, ...], keys: Mapp
 def _model_of(
     run: str | Path | Result | nn.Module, overrides: tuple[str, ...], checkpoint: str, keys: Mapping[str, Any]
 ) -> Iterator[PartialRun]:
-    """A run's model, or a loaded module, in evaluation mode, with what prepares its inputs."""
+    """Yield a run's model, or a loaded module, in evaluation mode, with its input preparation."""
     if not isinstance(run, nn.Module):
         over = _words_over(run, overrides, keys)
         with saved_run(_path_of(run), over.words, checkpoint=checkpoint) as saved:
@@ -282,7 +282,7 @@ def _model_of(
 
 
 def _inputs(saved: PartialRun, given: Any) -> list[Any]:
-    """The inputs one by one; for a model of texts, a string that names no file is a text."""
+    """Return the inputs as a list; for a text model, a string that is not the path of a file is a text."""
     if is_frame(given) and "table" in saved.info.extra:
         return given.astype(object).where(given.notna(), None).to_dict("records")
     several = list(given) if isinstance(given, (list, tuple)) else [given]

@@ -82,7 +82,7 @@ class Agent(_Base):
             super()._shutdown(*given, **options)
             self.killed = [rank for rank, each in running.items() if each.poll() == -signal.SIGKILL]
             return
-        # The main thread ends them; they would die with the thread that started them.
+        # The main thread ends the ranks, which would die with this thread, because it started them.
         for process in self.processes.values():
             process.wait()
 
@@ -95,7 +95,7 @@ api.LocalElasticAgent = Agent
 
 
 def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
-    """Call `act`, which runs an agent, until its ranks have ended; signals with these `names` end them."""
+    """Call `act`, which runs an agent, and wait until its ranks have ended; the signals `names` end them."""
     watcher, Agent.latest = _Watch(), None
 
     def call() -> None:
@@ -120,7 +120,7 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
         for number, before in previous.items():
             signal.signal(number, before)
     watcher.ended.hung = watcher.ended.hung or (Agent.latest.killed if Agent.latest else [])
-    # Its store has a thread; a fork of this process that dropped the store later would wait forever.
+    # The agent's store has a thread: a forked process that released the store would wait for it forever.
     Agent.latest = None
     return watcher.ended
 
@@ -130,7 +130,7 @@ class _Watch:
     ended: Ended = field(default_factory=Ended)
     processes: dict[int, Popen[bytes]] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
-    """Signals to pass on."""
+    """Signals to forward."""
     left: set[int] = field(default_factory=set)
     """Ranks that have ended."""
     received_s: float = float("inf")
@@ -138,14 +138,14 @@ class _Watch:
     all_left_s: float = float("inf")
 
     def check(self) -> None:
-        """Check which ranks have exited, pass on signals, and kill ranks that are late."""
+        """Forward signals, record ranks that have exited, and kill ranks that are late."""
         agent, now, ended = Agent.latest, time.monotonic(), self.ended
         while self.waiting:
             self._pass_on(self.waiting.pop(0), now)
         if agent is None:
             return
         if agent.processes is not self.processes:
-            # They were restarted.
+            # The ranks were restarted.
             self.processes, ended.codes, ended.hung, self.left = agent.processes, {}, [], set()
             self.all_left_s = float("inf")
             ended.started = True
@@ -162,7 +162,7 @@ class _Watch:
             self.all_left_s = min(self.all_left_s, now)
         elif now > self.deadline_s and not ended.hung:
             ended.hung = [rank for rank in self.processes if rank not in self.left]
-            # Their stacks go to a file first.
+            # First let them write their stacks to a file.
             self._send(DUMP)
             time.sleep(POLL_S)
             self._send(signal.SIGKILL)

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""Signals that the launcher passes on to the ranks."""
+"""Signals that the launcher forwards to the ranks."""
 
 
 def on_several_machines(world_size: int, num_nodes: int, rdzv: str | None, timeout_s: float) -> list[str]:
-    """Return torchrun's options for this machine's ranks; the rest is left to its variables (`PET_*`).
+    """Return torchrun's options for this machine's ranks; its variables (`PET_*`) set the others.
 
-    The machines meet at `rdzv` (HOST:PORT) and wait there for each other for `timeout_s`.
+    The machines meet at `rdzv` (HOST:PORT), and wait there up to `timeout_s` for each other.
     """
     waits = ",".join(f"{name}={int(timeout_s)}" for name in ("timeout", "join_timeout", "read_timeout"))
     options = [f"--nproc-per-node={world_size}", f"--rdzv-conf={waits}"]
@@ -41,19 +41,19 @@ def on_several_machines(world_size: int, num_nodes: int, rdzv: str | None, timeo
         options.append(f"--nnodes={num_nodes}")
     if rdzv is not None:
         options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv}"]
-    # A replacement machine would not find a store that the agents share from an earlier start.
+    # A replacement machine cannot find a store that the agents have shared since an earlier start.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return options
 
 
 def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -> Ended:
-    """Run `python -m MODULE ARGUMENTS...` as ranks under torchrun, until all of this machine have ended.
+    """Run `python -m MODULE ARGUMENTS...` as ranks under torchrun, until this machine's ranks have ended.
 
     Raises:
-        ParallelError: P002 if the machines do not find each other, P001 if they lose each other.
+        ParallelError: P002 if the machines cannot find each other, P001 if they lose their connection.
     """
-    # torchrun would give each rank one thread; ptfast's ranks divide the cores themselves and record it, or
-    # use the user's number.
+    # torchrun would give each rank one thread. ptfast's ranks divide the cores themselves, or use the
+    # user's number of threads, and record it.
     os.environ.setdefault(THREADS_VARIABLE, os.environ.get("OMP_NUM_THREADS", ""))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
@@ -62,7 +62,7 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
 
     from ptfast.launch.agent import watch
 
-    # ptfast reports the failure of a rank itself, once.
+    # Silence torchrun: ptfast reports the failure of a rank itself, once.
     elastic_log = logging.getLogger("torch.distributed.elastic")
     elastic_log.addHandler(logging.NullHandler())
     elastic_log.propagate = False
@@ -88,9 +88,9 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
 
 
 def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
-    """Tell torchrun and gloo the address by which the others reach this machine.
+    """Tell torchrun and gloo the address at which the other machines reach this one.
 
-    The host name may mislead: two machines may share it, and it often resolves to the loopback.
+    The host name is not reliable: two machines may share it, and it often resolves to the loopback.
     """
     if address is None or ipaddress.ip_address(address[0]).is_loopback:
         return
@@ -104,7 +104,7 @@ def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
         named = {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}
     launch.local_addr = launch.local_addr or own
     if own == address[0] and own not in named:
-        # torch compares only with the addresses of the name.
+        # torch compares only with the addresses of the host name.
         launch.rdzv_configs.setdefault("is_host", True)
     if named and all(ipaddress.ip_address(one).is_loopback for one in named) and (name := _interface(own)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -137,7 +137,7 @@ def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
             with contextlib.suppress(OSError), socket.socket(family) as own:
-                # Only an address of this machine can be bound.
+                # A socket can be bound only to an address of this machine.
                 own.bind((address[0], 0))
                 return address
             with socket.create_connection((host, int(port)), timeout=5):
@@ -180,7 +180,7 @@ def check_nodes(texts: Sequence[str]) -> None:
 
 
 def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
-    """Return this machine's name if `folder` is not the one in which the first rank began a run, else "".
+    """Return "" if this machine sees the first rank's run in `folder`, else this machine's name.
 
     `started` is the time in its `environment.json`.
     """
@@ -193,7 +193,7 @@ def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
 
 
 def check_shared(folder: Path, unseen: Sequence[str]) -> None:
-    """Reject a run directory that not all machines share (E001), by `can_reach` of each rank."""
+    """Reject (E001) a run directory that a machine does not share; `unseen` is `can_reach` of each rank."""
     if hosts := sorted(filter(None, set(unseen))):
         what = f"{', '.join(hosts)} cannot see files that {socket.gethostname()} writes there"
         hint = "Set run.root or run.dir to a folder that all machines share"

@@ -1,4 +1,4 @@
-"""Call ptfast from a Python program: one call at a time, and all process-wide settings are restored."""
+"""Calls of ptfast from a Python program: one at a time, with all process-wide settings restored."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def borrowed(function: str) -> Iterator[None]:
         function: name of the called function, for messages.
 
     Raises:
-        MachineError: E005 while another call runs (in a thread or around this one), or in a process forked
-            from one that had used torch, because torch's threads do not survive a fork.
+        MachineError: E005 while another call runs (in a thread, or one that contains this call), or in a
+            process forked after torch was used, because torch's threads do not survive a fork.
     """
     _check_fork(function)
     lock = _busy
@@ -80,7 +80,7 @@ def borrowed(function: str) -> Iterator[None]:
 
 
 def _told(error: PtfastError, function: str) -> PtfastError:
-    """Return an error with the function as its place, and an argument's name instead of a flag's."""
+    """Return the error with the function as its place, and the argument's name instead of the flag's."""
     if error.place == COMMAND_LINE:
         error = error.changed(place=f"ptfast.{function}", key=(error.key or "").lstrip("-").replace("-", "_"))
     if error.others and (add_note := getattr(error, "add_note", None)):
@@ -89,7 +89,7 @@ def _told(error: PtfastError, function: str) -> PtfastError:
 
 
 def check_processes(config: Config, names: Sequence[str]) -> None:
-    """Reject configs that need other processes; `names` are of objects that exist only in this one."""
+    """Reject configs that need other processes; the objects `names` exist only in this process."""
     if (ranks := world(meets=True)) is not None and ranks.distributed:
         what = f"{ranks.world_size} processes were started, each of which would train the whole run"
         hint = "Start one process and set parallel=ddp, or use torchrun -m ptfast train"
@@ -172,7 +172,7 @@ def _kept() -> Iterator[None]:
     places += [(compiler, "recompile_limit")] if compiler is not None else []
     for logger in (logging.getLogger(), *logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):
-            # Keep a separate list, which no other handler is added to.
+            # Give the run a copy of the list, so that its handlers are not added to the original.
             logger.handlers = [*(before := logger.handlers)]
             places += [(logger, "propagate"), (logger, "level")]
             settings.append((partial(setattr, logger, "handlers"), before))
@@ -197,7 +197,7 @@ def _kept() -> Iterator[None]:
         for number, handler in caught.items():
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
-                # The next DataLoader sets torch's own again.
+                # Lets the next DataLoader install torch's own handler again.
                 signal_handling._SIGCHLD_handler_set &= number != signal.SIGCHLD
         gc.collect()
         if cuda.is_initialized():
@@ -209,7 +209,7 @@ def _kept() -> Iterator[None]:
 
 
 def _free_memory() -> None:
-    """Let the C library return memory to the system again, which a run on the CPU keeps."""
+    """Let the C library return memory to the system again; a run on the CPU makes it keep memory."""
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
         return
     for option, (variable, default) in _MALLOC.items():

@@ -1,4 +1,4 @@
-"""Start a run: make its directory, freeze the config into it, and train here or under torchrun."""
+"""Start a run: create its directory with the frozen config, and train here or under torchrun."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
 
 
 def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restarts: int) -> int:
-    """Train as ranks of this machine; restart them up to `max_restarts` times without a new checkpoint."""
+    """Train as ranks on this machine, with up to `max_restarts` restarts that make no new checkpoint."""
     from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 
-    # Use this machine alone, whatever torchrun's variables (`PET_*`) say.
+    # Use only this machine, and override torchrun's variables (`PET_*`).
     options = [
         *("--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
@@ -116,7 +116,7 @@ def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restart
         except (ParallelError, ReportedError) as error:
             if error.exit_code != ParallelError.exit_code or ended.received is not None:
                 raise
-            # Until the ranks have resumed or saved, the checkpoints there belong to an earlier attempt.
+            # If the link is unchanged, the ranks have not saved: the checkpoints are from an earlier attempt.
             states = list_checkpoints(last.parent) if _identity(last) != before else []
             newest = next(iter(states), state)
             left = max_restarts if newest != state else left - 1
@@ -130,17 +130,17 @@ def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restart
 
 
 def _identity(link: Path) -> tuple[int, int] | None:
-    """Return an identity that tells a link from its replacement; None without a link."""
+    """Return an identity that changes if the link is replaced; None without a link."""
     return (link.lstat().st_ino, link.lstat().st_mtime_ns) if link.is_symlink() else None
 
 
 def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]) -> int:
-    """Train as one of the ranks that the user started: the first composes and selects the directory for all.
+    """Train as one of the ranks that the user started; the first rank composes the config for all.
 
     Only the first calls `read_config`, and only one raises the error that stops the run, so it prints once.
     """
     if under_torchrun():
-        # A killed launcher would leave its ranks running.
+        # Otherwise a killed launcher would leave its ranks running.
         die_with_parent()
     ranks = count_neighbors(ranks)
     several = ranks.local_world_size < ranks.world_size
@@ -178,7 +178,7 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
 
 @contextlib.contextmanager
 def _telling_exit_code(ranks: Ranks, place: str) -> Iterator[None]:
-    """Send the exit code of an error inside to the other ranks, which wait at `place`."""
+    """Send the exit code of an error in this block to the other ranks, which wait at `place`."""
     try:
         yield
     except Exception as error:
@@ -191,7 +191,7 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
     folder, state = Path(word["folder"]), word["state"]
     composed, config = load_config(folder / run_directory.CONFIG, trusted=True)
-    # The frozen file has every key; the user set it elsewhere.
+    # Errors name the places where the user set the keys, not the frozen file.
     composed = replace(composed, places=word["places"])
     try:
         with composed.naming_places():
@@ -207,7 +207,7 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
 @contextlib.contextmanager
 def _prepared(start: RunStart, composed: Composed) -> Iterator[None]:
-    """Make, lock and fill the run directory; remove it again if the run could not begin."""
+    """Create, lock and fill the run directory; remove it again if the run could not start."""
     from ptfast.core.tensors.checkpoint_folders import restore_links
 
     config_file = start.folder / run_directory.CONFIG
@@ -238,19 +238,19 @@ def _prepared(start: RunStart, composed: Composed) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
-            # Only writing fails in this way.
+            # Only writes fail with these errors.
             failure = cannot_write(error, str(error.filename or start.folder))
             exit_code = failure.exit_code
             raise failure from error
         finally:
-            # Under the user's torchrun another rank may have reported for this one.
+            # Under the user's torchrun, another rank may have reported the failure.
             failure = run_directory.read_json(start.folder / run_directory.FAILURE)
             if (exit_code or failure.get("exit_code")) in NOT_STARTED:
                 run_directory.discard(start.folder, made)
 
 
 def resolve_world_size(config: Config) -> int:
-    """Return the ranks of a run on this machine: `parallel.nproc`, torchrun's variable, or one per GPU."""
+    """Return the number of ranks on this machine: `parallel.nproc`, torchrun's variable, or one per GPU."""
     if config.parallel.nnodes > 1:
         what, hint = "only this machine can be measured", "Leave it out"
         raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
@@ -288,7 +288,7 @@ def _check_started(config: Config, ranks: Ranks) -> None:
 def _launch_node(config: Config, words: Sequence[str]) -> int:
     """Run this machine's ranks; each other machine starts the same command.
 
-    The ranks read the command line as under a user's torchrun; only the rendezvous is added here.
+    The ranks read the command line as under the user's own torchrun; this only adds the rendezvous.
     """
     parallel = config.parallel
     if parallel.strategy == "single":
@@ -298,7 +298,7 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
         hint = "Start this on each of them, with parallel.rdzv=HOST:29500 and one of them as HOST"
         what = "no rendezvous endpoint given"
         raise ConfigError("C016", what, key="parallel.nnodes", value=parallel.nnodes, suggestion=hint)
-    # The ranks' time counts from their own start, because they may be restarted.
+    # Ranks count wall time from their own start, because they may be restarted.
     os.environ.pop(STARTED_VARIABLE, None)
     world_size, timeout_s = _resolve_local_ranks(config), parallel.timeout.seconds
     options = on_several_machines(world_size, parallel.nnodes, parallel.rdzv, timeout_s)
@@ -307,7 +307,7 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
         return EXIT_INTERRUPTED if ended.received == signal.SIGINT else EXIT_PREEMPTED
     if error := lost_rank(ended, socket.gethostname()):
         raise error
-    # The rank that failed first has reported why, here or on another machine.
+    # The rank that failed first has reported its error, here or on another machine.
     codes = ended.codes.values()
     return next((code for code in codes if code > 0), ParallelError.exit_code) if codes else EXIT_OK
 
@@ -316,7 +316,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     """Return the exit code of a launched run whose ranks started at `start_s` and have ended.
 
     Raises:
-        ParallelError: P001 when a rank was killed or left without a report.
+        ParallelError: P001 if a rank was killed, or exited without a report.
         ReportedError: a rank's own failure.
     """
     from ptfast.launch.rank_main import EXIT_CODES
@@ -324,7 +324,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     reported = reported_failure(folder, composed)
     error = lost_rank(ended, str(folder), reported)
     if failure := error or reported:
-        # The first rank's summary may only say that another one was lost.
+        # The first rank's summary may only say that another rank was lost.
         line = failure.summary if isinstance(failure, ReportedError) else str(failure)
         path = folder / run_directory.SUMMARY
         known = {**run_directory.read_json(path), "status": "failed"}
@@ -336,7 +336,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     if status in EXIT_CODES:
         return EXIT_CODES[status]
     if (received := ended.received) is not None:
-        # They were killed before they could write a summary, which is harmless if training had not begun.
+        # The ranks were killed before they wrote a summary, which is harmless if training had not begun.
         built, saved = (
             path.exists() and path.stat().st_mtime > start_s
             for path in (folder / run_directory.RESOLVED, folder / "saved" / "last")
@@ -351,13 +351,13 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
 
 
 def lost_rank(ended: Ended, key: str, reported: ReportedError | None = None) -> ParallelError | None:
-    """Return the error for a rank killed by another program than the launcher, or for ranks that hang.
+    """Return the error for a rank that something else than the launcher killed, or for ranks that hang.
 
     Args:
-        reported: the error that another rank reported; a killed rank is its cause, and hanging ranks are its
-            cause if it only says that another rank was lost.
+        reported: the error that another rank reported. A killed rank is its cause; hanging ranks are if it
+            only says that another rank was lost.
     """
-    # torchrun ends the other ranks by SIGTERM.
+    # torchrun ends the other ranks with SIGTERM.
     fatal = (rank for rank, code in ended.codes.items() if code < 0 and code != -signal.SIGTERM)
     if (rank := next((rank for rank in fatal if rank not in ended.hung), None)) is not None:
         number = -ended.codes[rank]
@@ -377,7 +377,7 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
     failure = run_directory.read_json(folder / run_directory.FAILURE)
     if not failure:
         return None
-    # Ranks read the frozen file; only this process knows where the user set the key.
+    # Ranks read the frozen config; only this process knows where the user set the key.
     error = composed.placed(rebuilt(failure["parts"])) if failure["parts"] else None
     line = error_line(error) if error else failure["line"]
     return ReportedError(line, failure["exit_code"], failure["traceback"], error, failure["summary"])

@@ -50,7 +50,7 @@ from ptfast.training.hangs.hang_watch import HangWatch
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
 CUT_SHORT = ("paused", "preempted", "interrupted")
-"""Endings of a run that saved a checkpoint before the last step and can be resumed."""
+"""Statuses of a run that stopped early with a checkpoint, and can be resumed."""
 EXIT_CODES = {
     "finished": EXIT_OK,
     "stopped": EXIT_OK,
@@ -74,7 +74,7 @@ class Outcome:
 def train(config: Config, folder: Path, *, ranks: Ranks, checkpoint_folder: Path | None) -> int:
     """Train on this rank and return its exit code; the first rank writes summary, metrics and report.
 
-    The files of `checkpoint_folder`, the checkpoint to resume, have been checked.
+    The caller has checked the files of `checkpoint_folder`, the checkpoint to resume.
     """
     ranks = replace(ranks, grouped=config.parallel.wrap_one_rank and config.parallel.strategy != "single")
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
@@ -85,7 +85,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, checkpoint_folder: Path
         )
         part.attempt = Attempt(folder, clock, begun)
     outcome = Outcome()
-    # Signal handlers stay until all is written: torchrun sends one more signal to ranks that exit late.
+    # Keep the signal handlers until all is written: torchrun sends another signal to ranks that exit late.
     limit = config.run.hang_timeout
     limit_s = None if limit == "auto" else limit.seconds
     with (
@@ -107,7 +107,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, checkpoint_folder: Path
         finally:
             signals.closing = True
             part.close(outcome)
-        # torchrun ends the remaining ranks as soon as one fails, so no rank exits before all is written.
+        # torchrun ends all ranks as soon as one fails, so no rank exits before everything is written.
         if outcome.together:
             barrier(ranks)
             destroy_process_group()
@@ -131,7 +131,7 @@ class RankPart:
     attempt: Attempt | None = None
 
     def build(self, checkpoint_folder: Path | None, signals: Signals) -> Run:
-        """Join the other ranks, build the run, and open its loggers on the first of them."""
+        """Join the other ranks, build the run, and open its loggers on the first rank."""
         config, ranks = self.config, self.ranks
         if ranks.distributed:
             from ptfast.techniques.backend.torch_settings import resolve_device
@@ -140,7 +140,7 @@ class RankPart:
         from ptfast.launch.run_loggers import build_loggers, open_loggers
         from ptfast.training.build import build
 
-        # A logger whose package is missing is reported before the data is loaded.
+        # Build the loggers first, to report a missing package before the data is loaded.
         loggers = build_loggers(config) if ranks.is_first else {}
         self.run = run = build(
             config,
@@ -149,7 +149,7 @@ class RankPart:
             display=self.display,
             clock=self.clock,
             checkpoint_folder=checkpoint_folder,
-            # The first machine has checked the checkpoint already; on each other machine one rank does.
+            # The first machine has checked the checkpoint already; one rank of each other machine does.
             check_state=ranks.local_rank == 0 and not ranks.is_first,
         )
         signals.run, self.clock = run, run.clock
@@ -181,14 +181,14 @@ class RankPart:
             from ptfast.training.examples import examples
 
             run.clock.to("evaluation")
-            # A user's task may have no predictions or unusual ones, and the data need not be pairs.
+            # A user's task may have no predictions or unusual ones, and its data may not be pairs.
             with contextlib.suppress(Exception, Stopped):
                 if found := examples(run):
                     run_directory.write_json(run.folder / run_directory.EXAMPLES, found)
         return Outcome(status, EXIT_CODES[status])
 
     def ended_by(self, error: BaseException, signals: Signals) -> tuple[Outcome, BaseException | None]:
-        """Return how an error ends this rank, and the error to raise; None if a signal is the cause."""
+        """Return the outcome of an error, and the error to raise; None if a signal caused it."""
         run, ranks = self.run, self.ranks
         where = f"at step {run.progress.step}, without saving" if run else "before the first step"
         signalled = "interrupted" if signals.exit_code == EXIT_INTERRUPTED else "preempted"
@@ -247,7 +247,7 @@ class RankPart:
                 roofline = roofline_of(run, may_measure=may_measure)
             except Exception as error:
                 display.warn(f"the machine's limits could not be computed: {type(error).__name__}: {error}")
-        # Closing loggers may take long, and the system may end the run meanwhile.
+        # Write the summary first: closing loggers may take long, and the system may end the run meanwhile.
         with contextlib.suppress(PtfastError):
             run_directory.write_json(path, self.summary(outcome, roofline))
         try:
@@ -310,7 +310,7 @@ def out_of_memory(config: Config) -> MachineError:
 
 
 def report_failure(folder: Path, error: BaseException) -> bool:
-    """Report this rank's failure to the launcher; return False if another rank was first."""
+    """Report this rank's failure to the launcher; return False if another rank has reported before."""
     word: dict[str, Any] = {
         "line": error_line(error),
         "summary": summary_of(error),
@@ -324,14 +324,14 @@ def report_failure(folder: Path, error: BaseException) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # for example a full disk: the launcher finds no report there and prints the error
+        pass  # for example a full disk: the launcher finds no report, and prints the error
     return True
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Exit this rank at once, after all is written.
+    """Exit this rank immediately, after everything is written.
 
-    During the interpreter's own exit, threads left by gloo sometimes abort the process.
+    During the interpreter's normal exit, gloo's remaining threads sometimes abort the process.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -341,7 +341,7 @@ def leave(exit_code: int) -> NoReturn:
 def main() -> None:
     """Run `python -m ptfast.launch.rank_main RUN_DIR STATE PARENT`: one rank of a launched run.
 
-    STATE is empty for a fresh start. The exit code is 0 however training ended: see `summary.json`.
+    STATE, a checkpoint, is empty for a new run. The exit code is 0 unless this rank fails; see `summary.json`.
     """
     folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     machine.die_with_parent(parent)
@@ -359,7 +359,7 @@ def main() -> None:
     except Exception as error:
         if report_failure(folder, error) and not run_directory.read_json(folder / run_directory.FAILURE):
             print(error_line(error), file=sys.stderr, flush=True)
-        # The other ranks may wait in a collective for this one; exit without waiting for them.
+        # Do not wait for the other ranks, which may wait for this one in a collective.
         leave(exit_code_of(error))
     leave(EXIT_OK)
 

@@ -39,9 +39,9 @@ def find_start(composed: Composed, config: Config) -> RunStart:
     An existing run's config is compared as text: nothing named in it is imported.
 
     Raises:
-        ConfigError: C011 if a new run would use a directory with another run, or with a user's own files.
-        SavedStateError: S003 if the config has changed since, with the keys; S004 if there is nothing to
-            resume from, or the checkpoints of a run are gone.
+        ConfigError: C011 if a new run would use the directory of another run, or of a user's own files.
+        SavedStateError: S003, with the keys, if the config has changed; S004 if there is no checkpoint to
+            resume from, or if the config or checkpoints of a run are gone.
     """
     from ptfast.core.tensors.checkpoint_files import read_facts
     from ptfast.core.tensors.checkpoint_folders import find_to_resume
@@ -78,18 +78,18 @@ def find_start(composed: Composed, config: Config) -> RunStart:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
+    """Return the command that resumes the run in `folder`: its own, with run.resume and run.dir."""
     words = _command_line(folder)
     if any(GIVEN in word for word in words):
         return f"ptfast.train(..., run={{'resume': 'auto', 'dir': '{folder}'}}) with the same objects"
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
-    # The dots stand for the user's own options of torchrun; a sweep writes `++` before keys of its jobs.
+    # `...` stands for the user's options of torchrun; a sweep writes `++` before the keys of its jobs.
     quoted = [word if word == "..." else shlex.quote(word.removeprefix("++")) for word in kept]
     return " ".join([*quoted, "run.resume=auto", shlex.quote(f"run.dir={folder}")])
 
 
 def next_commands(folder: Path, task: str) -> list[str]:
-    """Return the command lines that use a run's model; an empty list if it needs objects of the caller."""
+    """Return commands that use a run's model; an empty list if it needs objects of the caller."""
     if any(GIVEN in word for word in _command_line(folder)):
         return []
     run = shlex.quote(str(folder))
@@ -108,7 +108,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _check_lost(folder: Path) -> None:
-    """Reject starting over a run whose config or checkpoints were removed (S004)."""
+    """Reject (S004) a new run in the folder of one whose config or checkpoints were removed."""
     from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 
     if states := list_checkpoints(folder / "saved"):
@@ -132,12 +132,12 @@ def _continue(
     folder: Path,
     secrets: Tree,
 ) -> RunStart:
-    """Resume in `folder` from a checkpoint of the run in `source`, if its `facts` and the config agree.
+    """Resume in `folder` from a checkpoint of the run in `source`, if its `facts` match the config.
 
-    `secrets` is the config with the values that `tree` omits; those that changed are named.
+    `secrets` is the config with the secret values that `tree` omits; a warning names changed ones.
     """
     before = read_yaml(source / run_directory.CONFIG).data
-    # The content of the data is compared after it is read, if the checkpoint records it.
+    # The data may move if the checkpoint records its content, which is compared after it is read.
     changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
     if changed:
         hint = f"Set them back, or start anew from its weights: run.resume=never model.weights={source}"
@@ -146,7 +146,7 @@ def _continue(
     for key in changed_secrets(source, secrets):
         print(f"ptfast: warning: {key} has changed since {source} was started; continuing", file=sys.stderr)
     step = int(facts["progress"]["step"])
-    # A finished run whose last checkpoint is lost resumes from the one before.
+    # A finished run whose last checkpoint is lost resumes from the previous one.
     summary = read_known(source / run_directory.SUMMARY, Summary)
     reached = step >= summary.get("steps", 0) and _same_length(before, tree)
     if folder.resolve() == source.resolve() and reached and _has_ended(summary, before, tree):
@@ -165,7 +165,7 @@ def _same_length(before: Tree, tree: Tree) -> bool:
 
 
 def _check_length(facts: Tree, choices: AutoChoices, before: Tree, config: Config) -> None:
-    """Reject a length that does not fit the saved run, before any of its files is touched (S003)."""
+    """Reject (S003) a length that does not fit the saved run, before any of its files is changed."""
     from ptfast.core.batch_plan import BatchPlan
     from ptfast.core.tensors.checkpoint_folders import check_length
     from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
@@ -175,7 +175,7 @@ def _check_length(facts: Tree, choices: AutoChoices, before: Tree, config: Confi
     if new_steps is None and isinstance(old_epochs, int) and old_epochs and config.epochs:
         new_steps = old_steps * config.epochs // old_epochs
     if new_steps is not None:
-        # The data is not known yet; assume that the length of an epoch has not changed.
+        # The data is not loaded yet: assume that the length of an epoch has not changed.
         epoch_steps = old_steps // old_epochs if isinstance(old_epochs, int) and old_epochs else None
         size = epoch_steps and epoch_steps * config.batch_size
         with contextlib.suppress(ConfigError):

@@ -1,4 +1,4 @@
-"""The loggers of a run: built before its data is loaded, and opened once it is built."""
+"""The loggers of a run: built before its data is loaded, and opened once the run is built."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ptfast.training.user_code import UserPart, constructing
 
 
 def build_loggers(config: Config) -> dict[str, Any]:
-    """Build the loggers named in the config, by the key of their section.
+    """Build the loggers of the config, by the key of their section.
 
-    Raises C017 for a constructor that raises or returns no logger, and E004 if a package is not installed.
+    Raises C017 if a constructor raises or returns no logger, and E004 if a package is not installed.
     """
     loggers: dict[str, Any] = {}
     for key, target in config.logger.targets.items():
@@ -34,12 +34,12 @@ def build_loggers(config: Config) -> dict[str, Any]:
 
 
 def open_loggers(run: Run, loggers: dict[str, Any], attempt: Attempt) -> BackgroundLogger:
-    """Open the loggers of a run; records after the step it resumes from are dropped.
+    """Open the loggers of a run, and drop records after the step that it resumes from.
 
-    Raises C017 for one that raises, E001 if metrics.jsonl cannot be written, E006 if a service rejects it.
+    Raises C017 if a logger raises, E001 if metrics.jsonl cannot be written, E006 if a service rejects it.
     """
     opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step), attempt]
-    # As written, without secrets and values from the environment.
+    # Read the written config, which has no secrets and no values from the environment.
     config = read_yaml(run.folder / run_directory.CONFIG).data if loggers else {}
     try:
         for key, logger in loggers.items():
@@ -58,7 +58,7 @@ def open_loggers(run: Run, loggers: dict[str, Any], attempt: Attempt) -> Backgro
 def _log_first_images(
     watch: Callable[[Any], Any] | None, step: int, logger: BackgroundLogger, batches: Iterator[StepBatch]
 ) -> Iterator[StepBatch]:
-    """Yield the same batches as from `watch`, and log the images of the first one."""
+    """Yield the batches of `watch`, and log the images of the first one."""
     batches = batches if watch is None else watch(batches)
     for batch in batches:
         logger.log_images(step, batch.micro_batches[0].data[0].detach().to("cpu", copy=True))

@@ -1,4 +1,4 @@
-"""Processes that start with everything imported: forked from a server that has done nothing else."""
+"""Processes with all modules imported, forked from a server that has done nothing else."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def warm_process(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
 ) -> BaseProcess:
-    """Return a process, to be started by `start_process`, that calls `act` and exits with its result.
+    """Return a process that calls `act` and exits with its result; `start_process` starts it.
 
-    It is forked from a server that has imported `PRELOADED` and has no thread, no CUDA context and no state
-    of this process, so it computes the same as a fresh process. Outside Linux, where torch does not survive a
-    fork, it is a fresh process.
+    It is forked from a server that has imported `PRELOADED`, and has no threads, no CUDA context and no state
+    of this process, so that it computes the same as a new process. Outside Linux, where torch does not
+    survive a fork, it is a new process.
 
     Args:
-        act: a function of a module; it is pickled like `arguments`.
-        modules: also imported by the server, because the first process needs them.
+        act: a module-level function; it is pickled, as are `arguments`.
+        modules: further modules for the server to import, because the first process needs them.
         environment: variables to set.
-        output: the file that replaces this process's standard output and error.
+        output: the file that replaces the new process's standard output and error.
     """
     is_linux = sys.platform == "linux"
     context: Any = multiprocessing.get_context("forkserver" if is_linux else "spawn")
@@ -58,14 +58,14 @@ def warm_process(
 
 
 def start_process(process: BaseProcess) -> None:
-    """Start a process of `warm_process`; signals that end this process take effect before or afterwards."""
-    # joblib's workers have a start method that only they know; the new process would inherit it.
+    """Start a process of `warm_process`; signals that end this process are deferred meanwhile."""
+    # The new process would inherit the start method of joblib's workers, which only they know.
     multiprocessing.set_start_method(None, force=True)
-    # The child unblocks signals as it starts.
+    # The resource tracker must run before signals are blocked: its start unblocks them.
     resource_tracker.ensure_running()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Signals to all processes of a job or terminal must not reach the server, or its children would die.
+    # Signals to a whole job or terminal must not reach the server, or its children would die.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         process.start()
@@ -76,7 +76,7 @@ def start_process(process: BaseProcess) -> None:
 def _main(
     act: Callable[..., int], arguments: tuple[Any, ...], environment: dict[str, str], output: Path | None
 ) -> None:
-    """Make this process like a fresh one, and call `act`."""
+    """Make this process like a new one, and call `act`."""
     exit_code = EXIT_INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -87,15 +87,15 @@ def _main(
                 os.dup2(file.fileno(), 2)
         LastingOutput.install()
         watch_others()
-        # Otherwise the start method of this process would also start the workers of its loaders.
+        # Otherwise data loaders would start their workers with the start method of this process.
         multiprocessing.set_start_method(None, force=True)
-        # The server ends with the last process that has this open: the one that started the others.
+        # The server ends when no process has this open: leave it to the process that started the others.
         server: Any = forkserver._forkserver
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = None
         die_with_parent()
         exit_code = LastingOutput.exit_code(act(*arguments))
-    # An interpreter runs these at exit; multiprocessing does not.
+    # The interpreter runs these at exit, but multiprocessing does not.
     atexit._run_exitfuncs()
     sys.exit(exit_code)

@@ -142,7 +142,7 @@ class ShardedDraft:
             return name, _sha256(self._folder / name)
 
     def publish(self, written: Callable[[], tuple[str, str]]) -> Path:
-        """Complete the checkpoint on all ranks, and return its folder; an error of one rank is raised on all."""
+        """Complete the checkpoint on all ranks, and return its folder; all ranks raise an error of any."""
 
         def complete() -> Path:
             with writing(self._folder.parent):

@@ -112,7 +112,7 @@ class CheckpointWriter:
         self.states = self.in_background = 0
         """Checkpoints written so far: all, and those written by a thread."""
         self.writing_s = self.longest_stall_s = 0.0
-        """Total writing time, including background writes; the longest pause of training for one checkpoint."""
+        """Total writing time, also in the background; the longest pause of training for one checkpoint."""
 
     @property
     def interval_over(self) -> bool:

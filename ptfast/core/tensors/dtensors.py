@@ -148,7 +148,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def unpack(packed: Any, files: Sequence[Path]) -> dict[str, Any]:
-    """Restore the argument of `pack` from all ranks' `files`, in order; sharded tensors are `SavedTensor`s."""
+    """Restore the argument of `pack` from the `files` of all ranks; sharded tensors become `SavedTensor`s."""
     from safetensors import safe_open
 
     holders: dict[str, list[Any]] = {}

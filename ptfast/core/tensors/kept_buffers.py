@@ -18,8 +18,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in kept:
-                # Write only changed buffers: a backward pass may need the others. BatchNorm's own writes do not
-                # bump version counters.
+                # Backward may need unchanged buffers: leave them. BatchNorm does not count its writes.
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
 

@@ -31,7 +31,7 @@ is_profiling = torch.autograd._profiler_enabled
 
 
 class DispatchMode(TorchDispatchMode):
-    """Base class for observing each operator that runs. torch documents its base, despite the private module."""
+    """Base class of modes that see each operator. torch documents its base, whose module is private."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
