@@ -341,7 +341,7 @@ def leave(exit_code: int) -> NoReturn:
 def main() -> None:
     """Run `python -m ptfast.launch.rank_main RUN_DIR STATE PARENT`: one rank of a launched run.
 
-    STATE, a checkpoint, is empty for a new run. The exit code is 0 unless this rank fails; see `summary.json`.
+    STATE is empty for a new run. The exit code is 0 unless this rank fails: see `summary.json`.
     """
     folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     machine.die_with_parent(parent)
