@@ -12,7 +12,7 @@ from ptfast.core.sections.targets import Target
 MIXTURE = "ptfast.data.mixture.Mixture"
 Amount = Annotated[Duration, InUnit("samples", ("percent", "samples"))]
 SPLIT_KEYS = ("test", "split", "group", "folds", "fold", "fraction", "overfit")
-"""Keys that are passed to a user's dataset if it has such parameters, as torchvision's `split`."""
+"""Keys that are passed to a user's dataset if it has such parameters, like torchvision's `split`."""
 
 
 class DataSection(TargetSection):

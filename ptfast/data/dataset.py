@@ -94,7 +94,7 @@ class DataSet(Protocol):
     """Its name in the panel, e.g. `digits`."""
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        """Read the data. `val` and `seed` only matter if it is not split by samples, like running text."""
+        """Read the data. `val` and `seed` matter only for data that is not split by samples (text)."""
         ...
 
 

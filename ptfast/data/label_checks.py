@@ -250,7 +250,7 @@ def number_names(
     value: Any = None,
     place: Callable[[str, int], str] = lambda split, row: f"{split} sample {row:,}",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the `DataInfo` fields of classes (`known`, or those of training), and class numbers by split.
+    """Return the `DataInfo` fields for classes (`known`, or from training), and class numbers by split.
 
     Args:
         key, value: of the config, for errors about the labels.

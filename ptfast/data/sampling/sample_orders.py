@@ -55,9 +55,9 @@ def weighted(
 def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int], Indices | None]:
     """Return the function of (seed, epoch) that orders the training samples of an epoch.
 
-    A user's function is called for each epoch with those of the arguments `seed`, `epoch`, `num_samples`,
-    `labels` and `weights` that it takes; a torch sampler is built once and iterated for each epoch. For both,
-    global generators are seeded by (seed, epoch). The first epoch is drawn twice, to check repeatability.
+    A user's function is called for each epoch with the arguments that it takes among `seed`, `epoch`,
+    `num_samples`, `labels` and `weights`; a torch sampler is built once and iterated for each epoch. Both run
+    with global generators seeded by (seed, epoch). The first epoch is drawn twice, to check repeatability.
 
     Raises:
         ConfigError: C011 for data that is read in its own order or has no classes, C017 for a function that

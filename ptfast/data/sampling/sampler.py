@@ -114,7 +114,7 @@ class Sampler:
         return map(self.step, range(first_step, last_step))
 
     def step(self, step: int) -> tuple[list[MicroBatchIndices], int]:
-        """Return this rank's micro-batches at `step` (counted over epochs), and the whole step's samples."""
+        """Return this rank's micro-batches at `step` (counted over epochs), and the whole step's size."""
         epoch, start, stop = self.plan.batch(step)
         order = self._order_of(epoch)
         batch = order[start:stop]
