@@ -89,7 +89,7 @@ def _dispatch(words: list[str]) -> int:
         if world() is not None or nodes_from_environment():
             hint = "Start it without torchrun; parallel=ddp launches the ranks"
             raise ConfigError("C014", "every rank would measure on its own", key=name, suggestion=hint)
-    shows = getattr(args, "cfg", None) or getattr(args, "info", None)
+    shows = getattr(args, "cfg", None)
     if (COMMANDS[name].alone or command.imports_torch) and not shows:
         from ptfast.report.terminal.display import is_terminal
 
