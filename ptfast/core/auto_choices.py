@@ -37,8 +37,8 @@ class AutoChoices:
     def resolve(self, key: str, wanted: Any, kind: Any, decide: Callable[[], tuple[Any, str]]) -> Any:
         """Record and return the value of a key: the config's value, unless that is `auto`.
 
-        For `auto` it is the value of type `kind` that the run started with. A new run calls `decide`, which
-        returns a value and its reason.
+        For `auto` it is the value of type `kind` that the run started with. Without one, `decide` returns the
+        value and its reason.
         """
         if wanted != "auto":
             return self.choose(key, wanted)

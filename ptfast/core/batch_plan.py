@@ -16,7 +16,7 @@ DropLast = bool | Literal["pad"]
 class BatchPlan:
     """The samples of each optimizer step, by their position in the order of the epoch.
 
-    They depend on nothing but the step.
+    They depend only on the step.
 
     Args:
         size: samples of an epoch; None for data of unknown length, which is one endless epoch.

@@ -1,4 +1,4 @@
-"""The ranks of a run: this process's rank, the store that ranks share, and the collectives of a run."""
+"""The ranks of a run: this process's rank, the store that ranks share, and their collectives."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def watch_others() -> None:
 
 
 def others_cores(local_world_size: int = 1) -> float:
-    """Return the cores that other processes kept busy since `watch_others`; 0 if unknown."""
+    """Return the cores that processes outside this run kept busy since `watch_others`; 0 if unknown."""
     start_s, busy_before_s, own_before_s = _watched
     busy_s, elapsed_s = machine_times()[0], time.perf_counter() - start_s
     if busy_s is None or busy_before_s is None or elapsed_s < _LEAST_WATCHED_S:

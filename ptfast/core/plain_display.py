@@ -80,7 +80,7 @@ class LastingOutput(io.TextIOWrapper):
 class Display:
     """Lines of text without escape codes, for pipes, files and continuous integration.
 
-    Methods take plain host values, and terminal errors never raise. Progress is limited to one line a second
+    Methods take plain host values, and never raise terminal errors. Progress is limited to one line a second
     at first, and to one every 30 seconds in long runs.
 
     Args:

@@ -35,7 +35,7 @@ class Ended:
     codes: dict[int, int] = field(default_factory=dict)
     """Exit codes of failed ranks, by rank, in the order in which they left."""
     hung: list[int] = field(default_factory=list)
-    """Ranks that had to be killed."""
+    """Ranks that hung and were killed."""
     started: bool = False
     """Whether any rank was started."""
     received: int | None = None

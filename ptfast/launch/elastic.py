@@ -96,7 +96,7 @@ def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
         return
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # This sends nothing, but finds the route.
+        # Connecting a UDP socket sends nothing, but finds the route.
         probe.connect(address[:2])
         own = probe.getsockname()[0]
     named: set[str] = set()
@@ -127,7 +127,7 @@ def _interface(address: str) -> str | None:
 def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
     """Return the address of the rendezvous once a machine answers there; None for this machine's own name.
 
-    torch waits as well, but prints pages of warnings.
+    torch would wait as well, but it prints pages of warnings.
     """
     host, _, port = endpoint.rpartition(":")
     if host in (socket.gethostname(), socket.getfqdn()):

@@ -116,7 +116,7 @@ def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restart
         except (ParallelError, ReportedError) as error:
             if error.exit_code != ParallelError.exit_code or ended.received is not None:
                 raise
-            # If the link is unchanged, the ranks have not saved: the checkpoints are from an earlier attempt.
+            # An unchanged link means no resume and no save: the checkpoints are from an earlier attempt.
             states = list_checkpoints(last.parent) if _identity(last) != before else []
             newest = next(iter(states), state)
             left = max_restarts if newest != state else left - 1
@@ -351,11 +351,11 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
 
 
 def lost_rank(ended: Ended, key: str, reported: ReportedError | None = None) -> ParallelError | None:
-    """Return the error for a rank that something else than the launcher killed, or for ranks that hang.
+    """Return the error for a rank that something other than the launcher killed, or for ranks that hang.
 
     Args:
-        reported: the error that another rank reported. A killed rank is its cause; hanging ranks are if it
-            only says that another rank was lost.
+        reported: the error that another rank reported. A killed rank is always its cause; hanging ranks are
+            its cause only if it says that another rank was lost.
     """
     # torchrun ends the other ranks with SIGTERM.
     fatal = (rank for rank, code in ended.codes.items() if code < 0 and code != -signal.SIGTERM)

@@ -59,7 +59,7 @@ def warm_process(
 
 def start_process(process: BaseProcess) -> None:
     """Start a process of `warm_process`; signals that end this process are deferred meanwhile."""
-    # The new process would inherit the start method of joblib's workers, which only they know.
+    # In a worker of joblib, the start method is one that only joblib knows; the new process would inherit it.
     multiprocessing.set_start_method(None, force=True)
     # The resource tracker must run before signals are blocked: its start unblocks them.
     resource_tracker.ensure_running()
