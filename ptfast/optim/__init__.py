@@ -1,4 +1,4 @@
-"""The optimizer of a run, its steps, and settings of single parameters."""
+"""Settings of a run's optimizer and of parameter groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ptfast.techniques.schedule import Schedule
 
 
 class ParameterGroup(Section):
-    """Settings of the parameters whose names match; of entries that disagree, the later one counts."""
+    """Settings of the parameters whose names match; if entries disagree, the later one wins."""
 
     match: str
     """Pattern of names, such as `*.bias` or `layers.0.*`; `*` stands for dots too, and case counts."""
@@ -98,7 +98,7 @@ def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Ptf
     backbone = optimizer.freeze_backbone
     waits = backbone is not None and bool(backbone.value)
     ends = [end for group in optimizer.groups for end in (group.trains_from, group.trains_until)]
-    # Parameters that are frozen throughout, by an end at 0, never switch.
+    # Parameters that are frozen throughout (`trains_until` of 0) never switch.
     switching = waits or any(end is not None and end.value for end in ends)
     if getattr(kind, "needs_whole_layers", False):
         what = "needs whole layers, and under parallel=fsdp each rank has only a part of each"
@@ -116,14 +116,14 @@ def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Ptf
 
 
 def averages_itself(optimizer: object) -> bool:
-    """Return True for a schedule-free optimizer, whose `eval` and `train` change between weights."""
+    """Return True for a schedule-free optimizer, whose `eval` and `train` swap its weights."""
     return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
 
 
 def no_schedule_with_schedule_free(
     optimizer: Optimizer, schedule: Schedule, ema: Ema, parallel: Parallel
 ) -> Iterator[PtfastError]:
-    """Reject what a schedule-free optimizer replaces, and sharded weights."""
+    """Reject schedules, weight averages and sharded weights with a schedule-free optimizer."""
     if not averages_itself(optimizer.target.resolve()):
         return
     path = schedule.target.path

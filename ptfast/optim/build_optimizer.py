@@ -1,4 +1,4 @@
-"""Optimizers: built from a target, fused where that runs, and set to each step's learning rate."""
+"""Build optimizers, fused if supported, and set their learning rate in each step."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ FOREACH_DEVICES = ("cuda", "xpu")
 """Devices on which torch's optimizers choose the foreach path by themselves."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 FUSED: dict[type[Optimizer], tuple[str, ...]] = {SGD: ("momentum_buffer",), Adam: _MOMENTS, AdamW: _MOMENTS}
-"""The state that a fused step takes, by optimizer."""
+"""Names of the state that a fused step takes, by optimizer."""
 _OF_TORCH = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
 FORMULAS = {inspect.unwrap(kind.step) for kind in (*_OF_TORCH, LayerwiseOptimizer)}
-"""Methods `step` that may be called without what is wrapped around them: torch's and ours."""
+"""`step` methods, torch's and ours, that may be called without their wrappers."""
 
 
 def build_optimizer(
     target: Target, model: nn.Module, device: torch.device, groups: Sequence[dict[str, Any]] | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build the optimizer of the parameters that train, and say how it steps.
+    """Build the optimizer of the trainable parameters, and name its kind of step.
 
     A fused optimizer updates all parameters in one kernel instead of several per parameter: 3 to 10 times
-    faster steps on the CPU, a few percent of the whole on a GPU. Rounding may differ.
+    faster steps on the CPU, a few percent of the training time on a GPU. Rounding may differ.
 
     Args:
-        target: any `torch.optim.Optimizer` class; its keyword `fused` may be `auto`: on where it runs.
-        model: on `device` already, in its final dtype.
+        target: any `torch.optim.Optimizer` class; its keyword `fused` may be `auto`: on if supported.
+        model: already on `device`, in its final dtype.
         groups: the parameters that train, from `Grouping.parts`; None for one group of all.
 
     Returns:
         The optimizer, whose groups keep their base learning rate as `initial_lr`; and `fused`, `foreach`,
-        `multi-tensor` (ours) or `for-loop`, with the parameter that rules a fused step out.
+        `multi-tensor` (ours) or `for-loop`, with the parameter that prevents a fused step.
 
     Raises:
-        PtfastError: E005 for `fused=true` where that does not run; C005 for a value the optimizer rejects,
-            C009 for a step that takes a closure; C011 for no parameter to train, or a decay that is ignored;
-            C017 for a parameter that is expanded.
+        PtfastError: E005 if `fused=true` is not supported; C005 for a value that the optimizer rejects; C009
+            for a step that needs a closure; C011 without trainable parameters, or for weight decay that the
+            optimizer would ignore; C017 for an expanded parameter.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _check_trainable(target, model, parameters)
@@ -69,7 +69,7 @@ def build_optimizer(
     if fused:
         kwargs["fused"] = True
     elif wanted is not False and is_sharded(parameters[0]) and "foreach" in takes:
-        # Lists of sharded weights take a third of the time, and torch chooses them for plain tensors only.
+        # On sharded weights foreach takes a third of the time, but torch chooses it only for plain tensors.
         kwargs.setdefault("foreach", True)
     # Torch writes its defaults into the groups that it is given.
     given = [dict(group) for group in groups or ()] or parameters
@@ -88,9 +88,9 @@ def build_optimizer(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore a checkpoint in the memory layout of the parameters, by whose addresses fused kernels go.
+    """Load a checkpoint in the memory layout of the parameters, because fused kernels index raw memory.
 
-    ValueError for a state of another shape, which such a kernel would read beyond its end.
+    ValueError for state of another shape, which such a kernel would read out of bounds.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]
@@ -117,7 +117,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The state of `optimizer` by names of parameters, not by torch's numbers; both can be loaded."""
+    """Return the state of `optimizer` by parameter name, not by torch's index; both can be loaded."""
     state = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     in_order = (p for group in optimizer.param_groups for p in group["params"])
@@ -128,7 +128,7 @@ def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Start fused SGD's momentum at zero: its first step would leave it unfilled if that step is skipped."""
+    """Start fused SGD's momentum at zero, because a skipped first step would leave it uninitialized."""
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"]:
             for parameter in group["params"]:
@@ -149,12 +149,12 @@ def apply_lr(
 
 
 def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if it has a momentum or a beta1 above 0, which a schedule may cycle."""
+    """Return True if `optimizer` has a momentum or a beta1 above 0, which a schedule may cycle."""
     return any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
 
 
 def _check_trainable(target: Target, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Reject a model without trainable parameters or with expanded ones, and a step with a closure."""
+    """Reject models without trainable parameters or with expanded ones, and steps that need a closure."""
     if not parameters:
         what = "the model has no parameter to train"
         raise ConfigError("C011", what, key="model", value=type(model).__name__)
@@ -171,7 +171,7 @@ def _check_trainable(target: Target, model: nn.Module, parameters: Sequence[nn.P
 
 
 def _unfusable(model: nn.Module) -> str | None:
-    """The first parameter that fused kernels, which go by addresses, would step wrongly, and why."""
+    """Return the first parameter that fused kernels would update wrongly, and the reason."""
     if sparse := sparse_parameter(model):
         return f"{sparse} has sparse gradients"
     trained = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
@@ -179,14 +179,14 @@ def _unfusable(model: nn.Module) -> str | None:
 
 
 def sparse_parameter(model: nn.Module) -> str | None:
-    """The name of the first parameter that trains with sparse gradients, as some embeddings do."""
+    """Return the name of the first parameter that trains with sparse gradients, as some embeddings do."""
     embeddings = (each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
     sparse = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
     return next((name for name, p in model.named_parameters() if p.requires_grad and id(p) in sparse), None)
 
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter], model: nn.Module) -> bool:
-    """Return True if fused steps run and move weights as others do; on a CPU, SGD's may not in half width."""
+    """Return True if fused steps run and match plain ones; on a CPU, SGD's may not in half precision."""
     kinds = {(p.device, p.dtype): torch.zeros(64, device=p.device, dtype=p.dtype) for p in parameters}
     # Not every torch accepts sharded parameters.
     kinds |= {(p.device, p.dtype): torch.zeros_like(p) for p in parameters if is_sharded(p)}
@@ -215,7 +215,7 @@ def _construct(target: Target, parameters: Sequence[Any], model: nn.Module) -> t
 
 
 def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Reject weight decay of a group that the optimizer would ignore."""
+    """Reject a group's weight decay if the optimizer would ignore it."""
     for group in groups:
         decay = group.get("weight_decay")
         if decay is not None and "weight_decay" not in optimizer.defaults:
@@ -230,7 +230,7 @@ def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
 
 
 def _keep_compiler_unimported() -> None:
-    """Hide methods from torch's compiler without importing it, as torch would for 2 s when it calls them."""
+    """Hide methods from torch's compiler without importing it; torch would take 2 s to import it for them."""
     if "torch._dynamo" in sys.modules:
         return
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
@@ -242,13 +242,13 @@ def _keep_compiler_unimported() -> None:
 def build_step(
     optimizer: Optimizer, found_inf: torch.Tensor | None = None, *, own_grads: bool = False
 ) -> Callable[[], object]:
-    """Build the function that steps `optimizer`: one of `FORMULAS` alone, which is 20 us faster.
+    """Return a function that steps `optimizer` by its bare formula (`FORMULAS`), which is 20 us faster.
 
     The public method, which imports the compiler, is called if the optimizer has hooks or comes from
-    elsewhere, and under a profiler. A fused step goes to its kernel, with lists that are made once.
+    another package, and under a profiler. A fused step calls its kernel with lists that are built once.
 
-    `found_inf`, of an optimizer that takes it from a gradient scaler, is 1 on the device to leave a step out.
-    `own_grads` may lie in memory as their makers like, not as backward passes lay them out.
+    `found_inf`, for an optimizer that takes it from a gradient scaler, is 1 on the device to skip a step.
+    With `own_grads`, gradients may have another memory layout than those of a backward pass.
     """
     if found_inf is not None:
         optimizer.grad_scale, optimizer.found_inf = None, found_inf  # pyright: ignore[reportAttributeAccessIssue]
@@ -273,7 +273,7 @@ def build_step(
             kernels = _fused_kernels(optimizer, found_inf)
 
     def step() -> None:
-        # As `torch.no_grad`, which takes 2 us more.
+        # Like `torch.no_grad`, but 2 us faster.
         was_enabled = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:
@@ -285,7 +285,7 @@ def build_step(
 
 
 def _fused_kernels(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> Callable[[], bool] | None:
-    """A fused step with lists made once, if all groups have a kernel; it returns False if they are stale."""
+    """Return a fused step with prebuilt lists, if all groups have a kernel; it returns False if stale."""
     parts: list[tuple[dict[str, Any], list[Any], list[Any], dict[str, list[Any]]]] = []
     for group in optimizer.param_groups:
         weights, grads = group["params"], [weight.grad for weight in group["params"]]

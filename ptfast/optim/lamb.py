@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step in every layer is as long as the layer's own norm says."""
+"""LAMB: Adam with steps in proportion to each layer's norm."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ptfast.optim.layerwise import (
 class Lamb(LayerwiseOptimizer):
     """Adam with a learning rate per layer, for batches of thousands of samples.
 
-    At large batch sizes one global learning rate overshoots layers whose updates are large next to their
-    weights. Here a layer `w` moves along Adam's update `r` and the weight decay by `lr * phi(|w|)`:
+    At large batch sizes, one global learning rate overshoots in layers whose updates are large relative to
+    their weights. Here, a layer `w` moves along Adam's update `r` and the weight decay by `lr * phi(|w|)`:
 
         w <- w - lr * phi(|w|) / |r + weight_decay * w| * (r + weight_decay * w)
 
-    Decay is kept out of the moments, as in AdamW, but is rescaled with the update, so its pace depends on
-    the layer.
+    Decay is kept out of the moments, as in AdamW, but is rescaled with the update, so its strength depends
+    on the layer.
 
     Args:
         lr: relative length of a step, dimensionless, >= 0; about 1e-3 to 1e-2.
@@ -34,14 +34,14 @@ class Lamb(LayerwiseOptimizer):
         eps: added to the root of the second moment, >= 0.
         weight_decay: >= 0; part of the step that the trust ratio scales.
         max_grad_norm: clip the gradients of all groups together to this norm, > 0, before the moments: large
-            early gradients would shorten thousands of later steps. NVLAMB takes 1.
+            early gradients would shorten thousands of later steps. NVLAMB uses 1.
         norm_range: clamp a layer's norm to these bounds, such as [0, 10]; null for no bounds.
         exclude_1d: treat 1-d parameters (biases, norm weights) as Adam does, without scaling or decay.
 
-    Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written before its norm is known,
-    and a pass over the gradients for `max_grad_norm`; Adam's two moments, and room for the update of the
-    longest layer. Written from You et al. 2020, arXiv:1904.00962, Algorithm 2, and for NVLAMB from Sreenivas
-    et al. 2019, NVIDIA developer blog; clipped as in apex's FusedLAMB.
+    Cost: 2.3 times AdamW's fused step on the CPU, because a layer's update is written before its norm is
+    known, and a pass over the gradients for `max_grad_norm`; memory for Adam's two moments and the update of
+    the largest layer. Written from You et al. 2020, arXiv:1904.00962, Algorithm 2, and for NVLAMB from
+    Sreenivas et al. 2019, NVIDIA developer blog; clipped as in apex's FusedLAMB.
     """
 
     layer_state = ("exp_avg", "exp_avg_sq")
@@ -67,7 +67,7 @@ class Lamb(LayerwiseOptimizer):
         if longest is None:
             return unscale
         layers = (layer for group in self.param_groups for layer in group["params"])
-        # Sparse ones are rejected where layers are stepped; some versions of torch have no norm of them.
+        # Sparse gradients are rejected in `load_grads`; some versions of torch cannot take their norm.
         grads = [layer.grad for layer in layers if layer.grad is not None and not layer.grad.is_sparse]
         if not grads:
             return unscale
@@ -107,6 +107,6 @@ class Lamb(LayerwiseOptimizer):
         ratios = torch.where(torch.minimum(norms, update_norms) > 0, norms / update_norms, 1.0) * group["lr"]
         if found_inf is not None:
             ratios = torch.where(found_inf > 0, 0.0, ratios)
-        # Backwards: what was written last is still in the cache.
+        # In reverse order, because the updates written last are still in the cache.
         for (weights, *_), update in zip(reversed(batch.pieces), reversed(updates), strict=True):
             torch._foreach_addcmul_(weights, update, ratios.unbind())

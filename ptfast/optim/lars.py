@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum whose step in every layer is a fixed share of the layer's own norm."""
+"""LARS: SGD with momentum and steps in proportion to each layer's norm."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ptfast.optim.layerwise import (
 class Lars(LayerwiseOptimizer):
     """SGD with a learning rate per layer, for batches of thousands of images.
 
-    At large batch sizes one global learning rate overshoots layers whose gradients are large next to
-    their weights. Here the gradient `g` of a layer `w` is scaled before it enters the momentum:
+    At large batch sizes, one global learning rate overshoots in layers whose gradients are large relative to
+    their weights. Here, the gradient `g` of a layer `w` is scaled before it enters the momentum:
 
         ratio = trust * |w| / (|g| + weight_decay * |w| + eps), or 1 where |w| or |g| is 0
         v <- momentum * v + ratio * (g + weight_decay * w);    w <- w - lr * v
 
-    Weight decay is L2, as in torch's SGD, and rescaled with the gradient. The learning rate is applied
-    after the momentum, as there; the paper applies it before, which is the same while it is constant.
+    As in torch's SGD, weight decay is L2, here rescaled with the gradient, and the learning rate is applied
+    after the momentum. The paper applies it before, which is equivalent while it is constant.
 
     Args:
-        lr: >= 0; times `trust`, the relative length of a step. 1-d parameters use `lr` alone
+        lr: >= 0; `lr * trust` is the relative length of a step. 1-d parameters use `lr` alone
             and diverge above 1: raise `trust` instead.
         momentum: decay of the velocity, in [0, 1).
         nesterov: step along the gradient after the momentum.
@@ -37,7 +37,7 @@ class Lars(LayerwiseOptimizer):
         eps: added to the denominator, >= 0.
         exclude_1d: treat 1-d parameters (biases, norm weights) as SGD does, without scaling or decay.
 
-    Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state. Written from You, Gitman,
+    Cost: 1.3 to 1.5 times AdamW's fused step on the CPU, with half its state. Written from You, Gitman,
     Ginsburg 2017, arXiv:1708.03888, Algorithm 1.
     """
 

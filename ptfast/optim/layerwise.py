@@ -1,4 +1,4 @@
-"""The base of layer-wise optimizers: steps over batches of layers, with the interface of torch's own."""
+"""Base of layer-wise optimizers, which step over batches of layers and keep torch's interface."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Tensors: TypeAlias = list[Tensor]
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 
 CPU_CHUNK_SIZE = 1 << 19
-"""Elements that all passes of a step go over before the next ones do: what a CPU's cache keeps in between."""
+"""Elements that all passes of a step process before the next ones, so that they stay in a CPU's cache."""
 DEVICE_CHUNK_SIZE = 1 << 26
-"""The same elsewhere, where it bounds the memory a step takes for a while: to 256 MiB in float32."""
+"""The same on other devices, where it limits a step's temporary memory to 256 MiB in float32."""
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class LayerBatch:
-    """Layers that are updated together: of one group, device and type, all with a gradient, all 1-d or none.
+    """Layers of one group, device and type that are updated together: all with a gradient, all 1-d or none.
 
-    A batch has whole layers in one piece, or a single long layer in several. On the CPU all tensors are
-    flat views in memory order, made once, because 20 us of Python per layer and step would count there.
-    `weights` are updated: views of the layers, or copies in float32.
+    A batch has whole layers in one piece, or a single long layer in several pieces. On the CPU all tensors
+    are flat views in memory order, built once to save 20 us of Python per layer and step. `weights` are the
+    tensors to update: views of the layers, or copies, in float32 for half precision.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LayerBatch:
         ]
 
     def is_current(self, layers: Tensors, states: dict[Tensor, Group]) -> bool:
-        """Return True if the batch is of these layers, and they and their state lie where they did."""
+        """Return True if the batch has these layers, and their addresses and state are unchanged."""
         if len(layers) != len(self.layers):
             return False
         for layer, (known, address, strides, state, values) in zip(layers, self._made_from, strict=True):
@@ -73,7 +73,7 @@ class LayerBatch:
         return True
 
     def load_grads(self) -> None:
-        """Take the gradients that the layers have now; C011 for a sparse one."""
+        """Load the current gradients of the layers; C011 for a sparse one."""
         grads: Tensors = []
         for layer, weight in zip(self.layers, self._weights, strict=True):
             grad = layer.grad
@@ -92,28 +92,28 @@ class LayerBatch:
             torch._foreach_copy_([layer.detach() for layer in self.layers], self._weights)
 
     def sizes(self, tensors: Tensors) -> Tensors:
-        """What `norms` makes norms from: one 0-d tensor each; on the CPU squares, which BLAS sums quickly."""
+        """Return each tensor's norm, 0-d, or on the CPU its square, which BLAS sums quickly, for `norms`."""
         return [torch.dot(t, t) for t in tensors] if self.on_cpu else list(torch._foreach_norm(tensors))
 
     def norms(self, sizes: Sequence[Tensor]) -> Tensor:
-        """Norm of every layer, from the sizes of its tensors in the order of the pieces."""
+        """Return the norm of every layer, given the `sizes` of its tensors in the order of the pieces."""
         stacked = torch.stack(list(sizes))
         if not self.on_cpu:
             return stacked
         return (stacked if len(self.pieces) == 1 else stacked.sum(0, keepdim=True)).sqrt_()
 
     def counted_steps(self) -> Tensors:
-        """Step counts, raised by 1 unless an infinity was found."""
+        """Increment the step counts unless an infinity was found, and return them."""
         (steps,) = self.scalars
         torch._foreach_add_(steps, [1.0 - self.found_inf] * len(steps) if self.found_inf is not None else 1)
         return steps
 
     def scaled(self, grads: Tensors) -> Tensors:
-        """The gradients times their factor where there is one."""
+        """Return the gradients times `grad_factor`, if there is one."""
         return grads if self.grad_factor is None else list(torch._foreach_mul(grads, self.grad_factor))
 
     def _pieces_of(self, column: Tensors) -> list[Tensors]:
-        """A column as one piece; a layer longer than `CPU_CHUNK_SIZE` in pieces of that many elements."""
+        """Return a column as one piece, or a layer longer than `CPU_CHUNK_SIZE` in pieces of that size."""
         if not self.on_cpu:
             return [column]
         # All columns share one layout, so the order of elements does not matter.
@@ -125,17 +125,17 @@ class LayerBatch:
 
 @dataclass
 class PlannedBatch:
-    """Layers of a group that are updated together, as far as they have gradients."""
+    """Layers of a group that are updated together if they have gradients."""
 
     layers: Tensors
     copied: bool
-    """A copy of them is updated and written back."""
+    """Whether copies of the layers are updated and written back."""
     batch: LayerBatch | None = None
-    """That of the last step."""
+    """The batch of the last step."""
 
 
 def plan_batches(layers: Tensors) -> list[PlannedBatch]:
-    """Batches that fit the cache, each of one device and type, with 1-d layers apart."""
+    """Split layers into batches that fit the cache, each of one device and type, with 1-d layers separate."""
     current: dict[tuple[Any, ...], PlannedBatch] = {}
     batches: list[PlannedBatch] = []
     for layer in layers:
@@ -158,7 +158,7 @@ def no_sparse(who: str) -> ConfigError:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return True if `tensor` fills its part of the memory: kernels may go by addresses."""
+    """Return True if `tensor` has no gaps or overlaps in memory, so that kernels may index raw memory."""
     return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
 
 
@@ -167,7 +167,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def laid_out_as(weight: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it in the memory layout of `weight`: torch's fused kernels go by addresses."""
+    """Return `tensor` in the memory layout of `weight`, copied if needed: fused kernels index raw memory."""
     if tensor.stride() == weight.stride():
         return tensor
     sizes = zip(weight.shape, weight.stride(), tensor.stride(), strict=True)
@@ -177,21 +177,21 @@ def laid_out_as(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 class LayerwiseOptimizer(Optimizer):
-    """Base of optimizers whose step looks at the norm of each layer (one parameter tensor).
+    """Base of optimizers whose step depends on the norm of each layer (one parameter tensor).
 
     A step runs every operation over a list of layers (multi-tensor) and never waits for the device. On the
-    CPU the lists are short enough for the cache, and longer layers are cut.
+    CPU the lists are short enough for the cache, and longer layers are split.
 
     `None` gradients, groups, closures, saving, loading and fp16 scaling work as in torch's fused optimizers;
-    a group may set every keyword for itself. Half-precision parameters are updated in float32 and have
-    float32 state, but the weights are rounded after every step: there are no master weights.
+    a group may override every keyword. Half-precision parameters are updated in float32 and have float32
+    state, but the weights are rounded after every step: there are no master weights.
     """
 
     needs_whole_layers = True
-    """`parallel=fsdp`, where a rank has only a part of each, rejects it."""
+    """Whether `parallel=fsdp`, where a rank has only a part of each layer, rejects it."""
     _step_supports_amp_scaling = True
     layer_state: tuple[str, ...] = ()
-    """Names of the state with its layer's shape; starts at zero."""
+    """Names of the state that has its layer's shape; starts at zero."""
     scalar_state: tuple[str, ...] = ()
     """Names of the state that is one number per layer; starts at zero."""
 
@@ -203,7 +203,7 @@ class LayerwiseOptimizer(Optimizer):
             if not 0 <= beta < 1:
                 raise ValueError(f"betas and momentum must be in [0, 1), not {beta}")
         self._plans: dict[int, list[PlannedBatch]] = {}
-        """By the index of the group."""
+        """The batches of each group, by its index."""
         super().__init__(params, defaults)
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
@@ -211,13 +211,13 @@ class LayerwiseOptimizer(Optimizer):
         raise NotImplementedError
 
     def _grad_factor(self, device: torch.device) -> Tensor | None:
-        """The factor on all gradients, applied first: 0-d, on `device`; None for 1."""
+        """Return the factor on all gradients, applied first: 0-d, on `device`; None for 1."""
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         return None if grad_scale is None else grad_scale.to(device, non_blocking=True).reciprocal()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, after a call of `closure`, whose loss is returned; C011 for a sparse gradient."""
+        """Call `closure`, if given, take a step, and return the loss; C011 for a sparse gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -233,11 +233,11 @@ class LayerwiseOptimizer(Optimizer):
                 device = layers[0].device
                 if device not in factors:
                     factor = self._grad_factor(device)
-                    # Looking is free on the CPU, where a pass over the gradients is not.
+                    # Reading the factor is free on the CPU, and may save a pass over the gradients.
                     needless = factor is not None and factor.is_cpu and factor.item() == 1
                     found_inf: Tensor | None = getattr(self, "found_inf", None)
                     if found_inf is not None:
-                        # A sum over devices, while torch's kernels skip the step at exactly 1.
+                        # It is a sum over devices, but torch's kernels skip the step only at exactly 1.
                         found_inf = found_inf.to(device, non_blocking=True).clamp(max=1)
                     factors[device] = None if needless else factor, found_inf
                 batch = planned.batch
@@ -250,7 +250,7 @@ class LayerwiseOptimizer(Optimizer):
         return loss
 
     def _build_batch(self, layers: Tensors, *, copied: bool) -> LayerBatch:
-        """The batch of `layers` with their state, which their first step creates."""
+        """Return the batch of `layers` with their state, which their first step creates."""
         weights, states = [], []
         for layer in layers:
             weight = layer.detach()
@@ -265,14 +265,14 @@ class LayerwiseOptimizer(Optimizer):
                 for name in self.layer_state:
                     state[name] = torch.zeros_like(weight)
             for name in self.layer_state:
-                # The state may be loaded, or older than a change of the weights' layout.
+                # State that was loaded or created earlier may have another memory layout.
                 state[name] = laid_out_as(weight, state[name])
             weights.append(weight)
             states.append(state)
         return LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch; ValueError for a shard, or what is not of floating-point numbers."""
+        """Add a group, as in torch; ValueError for shards, or parameters that are not floating-point."""
         super().add_param_group(param_group)
         self._plans.clear()
         for layer in self.param_groups[-1]["params"]:
@@ -296,7 +296,7 @@ class LayerwiseOptimizer(Optimizer):
 
 
 def defaults_of(arguments: Group) -> Group:
-    """A constructor's keywords by name, from its `locals()`: the defaults of its groups."""
+    """Return a constructor's keywords, taken from its `locals()`, as the defaults of its groups."""
     return {name: arguments[name] for name in arguments if name not in ("self", "params", "__class__")}
 
 
@@ -310,11 +310,11 @@ def step_by_momentum(
     decay_within: float = 0.0,
     decay_beside: float = 0.0,
 ) -> None:
-    """SGD with a factor per layer. For weights `w`, gradients `g` and velocities `v`:
+    """Step by SGD with a factor per layer. For weights `w`, gradients `g` and velocities `v`:
 
         v <- momentum * v + factor * (g + decay_within * w) + decay_beside * w;    w <- w - lr * v
 
-    The pieces of `batch` are `w`, `g` and `v`. `factors`, above 0 and on the device, has one per layer.
+    The pieces of `batch` are `w`, `g` and `v`. `factors` has one per layer, above 0 and on the device.
 
     Cost: one fused pass on the CPU; up to two more elsewhere and with Nesterov.
     """

@@ -21,17 +21,17 @@ from ptfast.optim.layerwise import DEVICE_CHUNK_SIZE, laid_out_as, no_sparse
 AdjustLr = Literal["match_rms_adamw", "original"]
 Rest = Literal["adamw", "sgd"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration that makes a matrix orthogonal, about; the authors' and torch's."""
+"""Coefficients of the quintic iteration that makes a matrix nearly orthogonal; the authors' and torch's."""
 
 CPU_MATRIX_SIZE = 1 << 16
-"""Elements of a matrix up to which a CPU multiplies several as one batch more quickly than one by one."""
+"""Elements of the largest matrices that a CPU multiplies faster as one batch than one by one."""
 
 
 class Muon(Optimizer):
-    """Steps as long in rare directions of a hidden matrix as in common ones; another optimizer for the rest.
+    """Muon for hidden matrices, with equally long steps in all directions, and AdamW or SGD for the rest.
 
     Muon replaces the momentum of a matrix by the nearest orthogonal matrix (Newton-Schulz iteration, in
-    bf16); its authors trained NanoGPT 1.35 times as fast with it as with AdamW. `hidden_matrices` chooses the
+    bf16); its authors trained NanoGPT 1.35 times as fast as with AdamW. `hidden_matrices` chooses the
     parameters; a convolution is a matrix with a row for each output channel.
 
     Args:
@@ -46,10 +46,10 @@ class Muon(Optimizer):
             about as long as AdamW's, so that one rate serves both; `original` needs a higher one, about 0.02.
         normalize: before each step, scale every matrix to the norm of an orthogonal one (the root of its
             number of rows), instead of weight decay; for layers whose scale a following norm cancels.
-        cautious: decay only the entries of a matrix that the step moves towards zero.
+        cautious: decay only the entries of a matrix that the step moves toward zero.
         rest: the optimizer of all other parameters, `adamw` or `sgd`.
         rest_lr: learning rate of `rest`; null for `lr`.
-        rest_names: patterns of more names that `rest` trains, such as `*.gate.weight`.
+        rest_names: patterns of further parameters that `rest` trains, such as `*.gate.weight`.
         ends: let Muon also train the first and the last matrix of the model.
         betas: AdamW's decay of the first and second moment.
         eps: AdamW's term in the denominator.
@@ -113,9 +113,9 @@ class Muon(Optimizer):
         self._step_rest = build_step(self._rest)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; one that does not choose by `muon` is split, its ends included.
+        """Add a group, as in torch; a group without `muon` is split, and Muon also trains its end matrices.
 
-        ValueError if Muon is to take what is no matrix of real numbers.
+        ValueError if Muon would train a parameter that is not a matrix of real numbers.
         """
         members = _members(param_group)
         if "muon" not in param_group:
@@ -133,7 +133,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, after a call of `closure`, whose loss is returned; C011 for a sparse hidden matrix."""
+        """Call `closure`, if given, take a step, and return the loss; C011 for sparse hidden matrices."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -189,20 +189,20 @@ class Muon(Optimizer):
 def as_matrix(weight: Tensor, tensor: Tensor) -> Tensor:
     """View `tensor`, laid out as `weight`, as a matrix: a row for each entry of the first dimension.
 
-    A copy if `tensor` has gaps in memory that leave no such view.
+    Return a copy if gaps in memory make such a view impossible.
     """
     return _in_order_of_memory(weight, tensor).flatten(1)
 
 
 def _in_order_of_memory(weight: Tensor, tensor: Tensor) -> Tensor:
-    # Columns in the order in which they lie in memory, which is nothing to Muon.
+    # Columns are in memory order, because their order does not matter to Muon.
     return tensor.permute(0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True))
 
 
 def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
-    """The nearest orthogonal matrix, about (singular values 0.5 to 1.5), of each of `matrices` of one shape.
+    """Return nearly orthogonal matrices (singular values 0.5 to 1.5) close to `matrices`, all of one shape.
 
-    All are multiplied in one operation, where a GPU would otherwise wait for a launch per matrix. Source:
+    Matrices are multiplied as one batch, so that a GPU does not wait for a launch per matrix. Source:
     Jordan et al. 2024, the Newton-Schulz iteration with their coefficients.
     """
     rows, columns = matrices[0].shape
@@ -219,7 +219,7 @@ def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
 
 
 def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
-    """Take the step of matrices of one shape, with their decay or normalization."""
+    """Step matrices of one shape, with their decay or normalization."""
     rows, columns = weights[0].shape
     decay = group["lr"] * group["weight_decay"]
     if group["normalize"]:
@@ -238,7 +238,7 @@ def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None
 
 
 def _stacks(matrices: list[Tensor]) -> Iterator[list[int]]:
-    """Places of the matrices to multiply together: those of one shape, type and device."""
+    """Yield the indices of matrices to multiply together: of one shape, type and device."""
     alike: dict[Any, list[int]] = {}
     for place, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(place)
@@ -257,12 +257,12 @@ def hidden_matrices(
     rest_names: Sequence[str] = (),
     ends: bool = False,
 ) -> set[int]:
-    """Ids of the parameters that Muon takes: weights of two dimensions or more between the ends of a model.
+    """Return the ids of the parameters that Muon trains: inner weights with two or more dimensions.
 
-    The rest gets parameters of fewer dimensions; those not named `...weight` (positions, class tokens);
-    embeddings; unless `ends`, the first and the last matrix in the order of modules, embeddings counted; and
-    those that `rest_names` matches, case included; and those of complex numbers. Without a model only the
-    dimensions are known, and the names if `parameters` are pairs of names and parameters.
+    The other optimizer trains embeddings and parameters that have fewer dimensions, are not named `...weight`
+    (positions, class tokens), are complex, or match `rest_names` (case-sensitive). Unless `ends`, it also
+    trains the first and last matrix in module order, embeddings counted. Without a model, only dimensions
+    are known, and names if `parameters` are pairs of names and parameters.
     """
     if model is None:
         named, modules = [*map(_named, parameters)], []
@@ -281,7 +281,7 @@ def hidden_matrices(
 
 
 def _members(group: dict[str, Any]) -> list[Any]:
-    """The parameters of a group, or pairs of names and parameters."""
+    """Return the parameters of a group, or pairs of names and parameters."""
     params = group["params"]
     if isinstance(params, set):
         raise TypeError("the parameters of a group need an order, which a set does not have")
@@ -293,7 +293,7 @@ def _named(member: Any) -> tuple[str, Tensor]:
 
 
 def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
-    """A group as one of hidden matrices and one of the others; one with `muon` as it is."""
+    """Split a group into hidden matrices and other parameters, unless it has `muon`."""
     if "muon" in group:
         return [group]
     parts: dict[bool, list[Any]] = {True: [], False: []}
@@ -303,7 +303,7 @@ def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
 
 
 def _build_rest(rest: Rest, **keywords: Any) -> AdamW | SGD:
-    # Its groups are put in at every step.
+    # Its groups are set in every step.
     return (SGD if rest == "sgd" else AdamW)([torch.empty(0)], **keywords)
 
 

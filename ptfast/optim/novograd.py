@@ -1,4 +1,4 @@
-"""NovoGrad: momentum over gradients that every layer normalizes by their own running norm."""
+"""NovoGrad: momentum over gradients that are normalized per layer by their running norm."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ptfast.optim.layerwise import (
 class Novograd(LayerwiseOptimizer):
     """Adam with one second moment per layer, and half of Adam's memory.
 
-    The second moment is one number per layer, that of the gradient's norm, and starts at the first
-    gradient's. For a layer `w` with gradient `g`:
+    The second moment is one number per layer: a running average of the gradient's squared norm, which starts
+    with the first gradient's. For a layer `w` with gradient `g`:
 
         v <- beta2 * v + (1 - beta2) * |g|^2
         m <- beta1 * m + g / (sqrt(v) + eps) + weight_decay * w;    w <- w - lr * m
 
     Weight decay is added after the normalization but before the momentum: with AdamW's rate and decay it
-    pulls 1 / (1 - beta1) times as hard, unless gradients are averaged.
+    is 1 / (1 - beta1) times as strong, unless gradients are averaged.
 
     Args:
         lr: >= 0; about the norm of a layer's step, times 1 / (1 - beta1); about 1e-3 to 1e-2.
@@ -35,7 +35,7 @@ class Novograd(LayerwiseOptimizer):
         grad_averaging: scale each new gradient in the momentum by 1 - beta1, as Adam does.
         exclude_1d: no weight decay on 1-d parameters (biases, norm weights).
 
-    Cost: 1.2 of AdamW's fused steps on the CPU, with half its state. Written from Ginsburg et al. 2019,
+    Cost: 1.2 times AdamW's fused step on the CPU, with half its state. Written from Ginsburg et al. 2019,
     arXiv:1905.11286, Algorithm 1.
     """
 

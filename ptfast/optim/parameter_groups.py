@@ -25,18 +25,18 @@ START = Duration(0, "epochs")
 
 @dataclass(frozen=True)
 class RequestedGroup:
-    """Settings of one parameter; parameters of the same settings make a group."""
+    """Settings of one parameter; parameters with equal settings form a group."""
 
     lr_scale: float = 1.0
     weight_decay: float | None = None
     name: str | None = None
-    """That of an optimizer that the task steps itself."""
+    """Name of an optimizer that the task steps itself."""
     trains_from: Duration = START
     trains_until: Duration | None = None
 
     @property
     def frozen(self) -> bool:
-        """It never trains."""
+        """Return True if the parameter never trains."""
         return self.trains_until is not None and not self.trains_until.value
 
 
@@ -44,8 +44,8 @@ class Grouping:
     """Settings of the parameters of a model, by plain name.
 
     A learning rate is the optimizer's, times `layer_decay` for every layer above (`layer_depths`), times an
-    entry's `lr_scale`. An entry of `groups` overrides `decay_1d`, `freeze_backbone` and entries before it. A
-    parameter that several modules share may be matched by any of its names.
+    entry's `lr_scale`. An entry of `groups` overrides `decay_1d`, `freeze_backbone` and earlier entries. Any
+    name of a parameter that several modules share may match.
 
     Args:
         model: the plain model.
@@ -112,7 +112,7 @@ class Grouping:
                 raise ConfigError("C005", what, key=key, value=entry.name)
 
     def freeze(self) -> None:
-        """Freeze what never trains, before the model is wrapped for ranks; C011 if nothing else trains."""
+        """Freeze parameters that never train, before the model is wrapped; C011 if all are frozen."""
         frozen = [parameter for asked, parameter in self._parameters() if asked.frozen]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -120,7 +120,7 @@ class Grouping:
             raise ConfigError("C011", "every parameter is frozen throughout", key="optimizer.groups")
 
     def parts(self) -> list[dict[str, Any]] | None:
-        """Groups of the parameters that train, with their settings, in the model's order; or None."""
+        """Return groups of trainable parameters, in model order, with their settings; or None."""
         if self.note is None:
             return None
         parts: dict[RequestedGroup, dict[str, Any]] = {}
@@ -133,9 +133,9 @@ class Grouping:
         return list(parts.values())
 
     def freezing(self, steps_of: Callable[[str, Duration], int], total_steps: int) -> Freezing | None:
-        """When which parameters train, or None if all of them always do; C011 for some that never do.
+        """Return when each parameter trains, or None if all always train; C011 if one never does.
 
-        `steps_of` gives a key's duration in steps.
+        `steps_of` converts the duration of a key to steps.
         """
         members: dict[RequestedGroup, list[Tensor]] = {}
         for asked, parameter in self._parameters():
@@ -169,10 +169,10 @@ class Grouping:
 def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_size: int) -> str | None:
     """Scale learning rate and weight decay from the reference batch to the run's; return the factors.
 
-    k times the batch means k times fewer steps over the same samples. SGD makes up for it with k times the
-    learning rate (`linear`, up to some thousands of images), Adam and its like with the root of k (`sqrt`).
-    Where a step decays by `lr * weight_decay` (SGD, AdamW, Adafactor, NovoGrad, Muon), weights should decay
-    at the same pace per sample, so the root rule puts the other root on the decay. Elsewhere decay stays.
+    A batch k times as large means k times fewer steps over the same samples. SGD compensates with k times the
+    learning rate (`linear`, up to some thousands of images), Adam's family with the root of k (`sqrt`). If a
+    step decays by `lr * weight_decay` (SGD, AdamW, Adafactor, NovoGrad, Muon), weights should decay equally
+    per sample, so `sqrt` also multiplies the decay by the root of k. Other optimizers keep their decay.
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
         arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (learning rate times decay
@@ -198,13 +198,13 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
 
 
 def reference_lr(optimizer: torch.optim.Optimizer, name: str = "lr") -> float:
-    """The learning rate of an optimizer before any group scales it; the base one is `initial_lr`."""
+    """Return an optimizer's learning rate without group scales; name `initial_lr` for the base one."""
     group = min(optimizer.param_groups, key=lambda group: group.get("lr_scale", 1.0) != 1.0)
     return group[name] / group.get("lr_scale", 1.0)
 
 
 def _format_override(entry: ParameterGroup) -> str:
-    """An entry in words, for the panel."""
+    """Describe an entry for the panel."""
     until = entry.trains_until
     parts = {
         "of {}": entry.name,
@@ -217,12 +217,12 @@ def _format_override(entry: ParameterGroup) -> str:
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:
-    """The layer of each parameter by name, from 0 at the input, in the order of modules.
+    """Return the layer number of each parameter by name, from 0 at the input, in module order.
 
-    A layer is a repeated block of `find_blocks` (a transformer's layer, a residual block), or in a model
-    without any, a module with a matrix of its own. Parameters before the first (embeddings, a stem)
-    make one layer below; those after the last make one above if there is a matrix among them (a head, with
-    the norm before it); those between two belong to the one before.
+    A layer is a repeated block of `find_blocks` (a transformer's layer, a residual block) or, in a model
+    without blocks, a module with a matrix of its own. Parameters before the first layer (embeddings, a stem)
+    form one layer below. Parameters after the last form one layer above if they include a matrix (a head,
+    with the norm before it). Parameters between two layers belong to the earlier one.
 
     Source: the code of Bao, Dong, Piao, Wei 2022, "BEiT", arXiv:2106.08254.
     """
@@ -247,7 +247,7 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:
-    """Let BatchNorm in modules whose parameters are all frozen normalize by its statistics, and keep them."""
+    """Put BatchNorm in evaluation mode in modules whose parameters are all frozen."""
     for module in model.modules():
         parameters = [*module.parameters()]
         if parameters and not any(parameter.requires_grad for parameter in parameters):
@@ -262,18 +262,18 @@ class Window:
     parameters: Sequence[Tensor]
     first: int
     last: float
-    """Infinite where they train to the end."""
+    """Infinite if they train to the end."""
 
 
 class Freezing:
-    """Parameters that train in a part of the run only.
+    """Parameters that train only in a part of the run.
 
-    A frozen parameter needs no gradient: it is not updated or decayed, its momentum stays, and backward ends
-    where nothing below trains. Running statistics of BatchNorm stay only under `keep_frozen_statistics`.
+    A frozen parameter needs no gradient: it is not updated or decayed, its momentum stays, and backward stops
+    where nothing below trains. BatchNorm updates its statistics, except under `keep_frozen_statistics`.
 
     Args:
-        others: there are parameters that always train; without any, C011 for a step in which none does.
-        extendable: a longer run would freeze at the same steps.
+        others: whether some parameters always train; otherwise, C011 for a step in which none trains.
+        extendable: whether a longer run would freeze at the same steps.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class Freezing:
                 raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
 
     def apply(self, step: int) -> bool:
-        """Let only the parameters that train in `step` take gradients; return True if that changed any."""
+        """Enable gradients only for the parameters that train in `step`; return True if any changed."""
         changed = False
         for window in self._windows:
             trains = window.first <= step < window.last
