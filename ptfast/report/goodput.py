@@ -1,4 +1,4 @@
-"""How much of a run's wall time trained, over all of its attempts, also those that were killed."""
+"""The goodput of a run: its share of useful training time, over all attempts, including killed ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CATEGORY_OF = {
     "warm_up": "start_up",
 }
 CATEGORIES = ("training", "done_twice", "restarts", "start_up", "waiting", "evaluation", "saving", "other")
-"""What the wall time goes to, in the order in which it is shown."""
+"""Categories of wall time, in display order."""
 _UNWANTED = (None, "failed", "preempted")
-"""Endings after which the time up to the next attempt is lost. After a pause or Ctrl-C it is not."""
+"""Statuses after which the time until the next attempt counts as lost, unlike after a pause or Ctrl-C."""
 
 
 class Attempt:
-    """A process's line in `attempts.jsonl`, 300 bytes written anew by each log line: a SIGKILL leaves it."""
+    """A process's line in `attempts.jsonl`, rewritten with each log record, so that it survives a SIGKILL."""
 
     def __init__(self, folder: Path, clock: Clock, step: int) -> None:
         self.clock = clock
@@ -39,27 +39,27 @@ class Attempt:
         self.write(record["step"])
 
     def write(self, step: int, status: str | None = None) -> None:
-        """Say that training has reached `step`, and the `status` if it has ended."""
+        """Record that training has reached `step`, and its `status` if it has ended."""
         facts = {"started": self._started, "from_step": self._step, "step": max(step, self._step)}
         facts |= {"status": status, "seconds": self.clock.so_far()}
         mode = "r+b" if self._file.exists() else "wb"
         with contextlib.suppress(OSError), open_inside(self._file, mode) as file:
             file.seek(self._start)
-            # The line before may have been cut off.
+            # The previous line may be truncated.
             file.write(b"\n" + json.dumps(facts).encode())
             file.truncate()
 
 
 def read_goodput(folder: Path) -> dict[str, Any] | None:
-    """The goodput of the run in `folder`; None if it is not known."""
+    """Return the goodput of the run in `folder`; None if it is unknown."""
     return goodput(read_records(folder / ATTEMPTS_FILE, AttemptFacts))
 
 
 def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return seconds by `CATEGORIES` over all attempts, and the share of useful training; None without any.
+    """Return seconds by `CATEGORIES` over all attempts, and the share of useful training; None if no time.
 
-    Steps that were repeated have their share of an attempt's training and waiting. Whatever a killed attempt
-    did after its last line is part of the time up to the next start.
+    Repeated steps count for their share of an attempt's training and waiting. Time of a killed attempt after
+    its last record counts toward `restarts`.
     """
     seconds, steps_done_twice = dict.fromkeys(CATEGORIES, 0.0), 0
     for number, attempt in enumerate(attempts):

@@ -1,4 +1,4 @@
-"""Loggers, which write in a thread of their own: metrics.jsonl, csv, TensorBoard, Weights & Biases."""
+"""Loggers that write in a background thread: metrics.jsonl, CSV, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ptfast.core.run_records import MetricsLine, checked
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 POSITION = ("step", "epoch", "split", "weights")
-"""Keys that say when a record was taken; all others are metrics."""
+"""Keys that identify a record; all other keys are metrics."""
 USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
-"""Use of the machine, drawn in the report."""
+"""Metrics of machine usage, plotted in the report."""
 RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
 """Metrics that are logged but not shown during training."""
 
 
 class JsonlLogger:
-    """One JSON object a line, flushed line by line so that a killed run keeps what it logged; NaN is null.
+    """Writes one JSON object per line and flushes each, so that a killed run loses no records; NaN is null.
 
     Args:
-        path: a file of an earlier attempt is continued.
-        last_step: drop its records after this step, which a resumed run will log again.
+        path: the file to write; an existing one is continued.
+        last_step: drop existing records after this step, because a resumed run logs them again.
 
     Raises:
-        MachineError: E002 when the disk is full, E001 when the file cannot be written.
+        MachineError: E002 if the disk is full, E001 if the file cannot be written.
     """
 
     def __init__(self, path: Path, last_step: int = sys.maxsize) -> None:
         self.path = path
         if path.is_file():
-            # This also drops a line that a kill has cut off.
+            # This also drops a line that a kill cut off.
             kept = [record for record in read_records(path) if record["step"] <= last_step]
             run_directory.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         with self._writing():
@@ -70,7 +70,7 @@ class JsonlLogger:
 
 
 def read_records(path: Path, kind: Any = MetricsLine) -> list[Record]:
-    """The objects in a file of lines that are of this kind, such as no line that a kill cut off."""
+    """Return the objects of type `kind` in a JSON Lines file; invalid or truncated lines are skipped."""
     if not path.is_file():
         return []
     records: list[Record] = []
@@ -81,13 +81,13 @@ def read_records(path: Path, kind: Any = MetricsLine) -> list[Record]:
 
 
 def _last_step(records: Sequence[Record]) -> int:
-    """The step of the newest record; -1 if there is none."""
+    """Return the largest step of the records; -1 if there are none."""
     return max((record["step"] for record in records), default=-1)
 
 
 @dataclass
 class Csv:
-    """The records as a table, one column per metric, written at each evaluation and at the end.
+    """Writes the records as a table, one column per metric, at each evaluation and at the end.
 
     Args:
         path: file name, relative to the run directory.
@@ -108,9 +108,9 @@ class Csv:
         self._write()
 
     def _write(self) -> None:
-        """Write what metrics.jsonl has by now, which gets each record first."""
+        """Write the records of metrics.jsonl, which receives each record first."""
         rows = read_records(self._source)
-        # `weights` only where they are averaged.
+        # The column `weights` exists only if weights are averaged.
         columns = dict.fromkeys([*POSITION[:3], *(name for row in rows for name in row)])
         with run_directory.open_inside(self._file, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns)
@@ -119,10 +119,10 @@ class Csv:
 
 
 class Tensorboard:
-    """TensorBoard event files in the run directory, one tag per split and metric: `val/accuracy`.
+    """Writes TensorBoard event files to the run directory, one tag per split and metric: `val/accuracy`.
 
-    The first training images are shown as the model takes them. When the run ends, its settings are
-    shown with its last metrics under HParams.
+    The first training images are shown as the model receives them. At the end of the run, the HParams tab
+    shows its settings and last metrics.
 
     Args:
         folder: folder of the event files, relative to the run directory.
@@ -137,7 +137,7 @@ class Tensorboard:
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events of a previous attempt beyond the resumed step are hidden, or the curves would run backwards.
+        # Hide events of a previous attempt after the resumed step; otherwise curves would run backwards.
         purge_step = _last_step(read_records(run_dir / METRICS_FILE)) + 1
         self._writer = SummaryWriter(str(run_dir / self._folder), purge_step=purge_step)
         self._writer.add_text("config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```", 0)
@@ -148,10 +148,10 @@ class Tensorboard:
             self._writer.add_scalar(tag, value, record["step"])
         if record.get("split") != "train":
             self._last |= tagged(record)
-        self._writer.flush()  # a kill loses nothing that metrics.jsonl has
+        self._writer.flush()  # so that a kill loses no record that metrics.jsonl has
 
     def log_images(self, step: int, images: Any) -> None:
-        """Show images (number, channels, height, width) of any range, brought to 0 to 1 together."""
+        """Show images (number, channels, height, width), all scaled together from any range to 0..1."""
         if not self._num_images:
             return
         shown = images[: self._num_images].float()
@@ -162,18 +162,18 @@ class Tensorboard:
         if self._last:
             from torch.utils.tensorboard.summary import hparams
 
-            # `add_hparams` would draw the last metrics a second time.
+            # `add_hparams` would plot the last metrics a second time.
             file = self._writer.file_writer
-            assert file is not None  # it has metrics in it
+            assert file is not None  # because metrics were written
             for summary in hparams(self._settings, self._last):
                 file.add_summary(summary)
         self._writer.close()
 
 
 class Wandb:
-    """Weights & Biases. Each run has an id of its own there, with which it continues when it is resumed.
+    """Logs to Weights & Biases. Each run has its own W&B id, and resuming continues the same W&B run.
 
-    Steps that a resumed run takes again are there already and not sent once more, so that one curve is shown.
+    Steps that a resumed run repeats are not sent again, so that there is one curve.
 
     Args:
         project: project the run belongs to.
@@ -199,7 +199,7 @@ class Wandb:
         import wandb
 
         name = self._name or "/".join(run_dir.absolute().parts[-2:])
-        # Names of folders recur: those of a sweep's jobs are 0, 1, ... in every sweep.
+        # Folder names are not unique: the jobs of every sweep are named 0, 1, ...
         known = run_directory.read_json(run_dir / run_directory.WANDB).get("id")
         run_id, records = known or secrets.token_hex(8), read_records(run_dir / METRICS_FILE)
         self._resumed_step = _last_step(records)
@@ -214,10 +214,10 @@ class Wandb:
                 dir=str(run_dir),
                 config=config,
             )
-        except Exception as error:  # of classes that differ between its versions
+        except Exception as error:  # its class depends on the version of wandb
             hint = "Log in with `wandb login`, or set WANDB_MODE=offline to log on this machine alone"
             raise rejected_by("Weights & Biases", "wandb", error, hint) from error
-        # What it has got; a row is sent when the next one comes, so that a kill loses the last.
+        # W&B sends a row when the next one arrives, so a kill loses the last row: send missing rows again.
         first_step = getattr(self._run, "starting_step", 0)
         self._first_step = first_step if isinstance(first_step, int) else 0
         for record in records:
@@ -225,7 +225,7 @@ class Wandb:
                 self._run.log(tagged(record), step=record["step"])
 
     def log(self, record: Record) -> None:
-        # An evaluation that was due when the run was saved belongs to a step that may be there.
+        # An evaluation due at the save may belong to a step that W&B already has.
         if not self._resumed_step < record["step"] < self._first_step:
             self._run.log(tagged(record), step=max(record["step"], self._first_step))
 
@@ -234,24 +234,24 @@ class Wandb:
 
 
 CLOSE_S, FLUSH_S = 30.0, 5.0
-"""How long loggers may take for what is left to write, once a run is over."""
+"""Longest time in seconds to wait for loggers: when closing, and when flushing."""
 
 
 class BackgroundLogger(Logger):
-    """Hands records to loggers in a thread of its own: a training step pays for a queue entry and no more.
+    """Passes records to loggers in a background thread, so that a training step only pays for a queue entry.
 
-    A logger that fails is dropped with one warning and training continues. A `MachineError`, which only
-    metrics.jsonl raises, surfaces at the next `log` or at `close`.
+    A logger that fails is dropped with one warning, and training continues. A `MachineError`, which only
+    metrics.jsonl raises, is raised again by the next `log` or `close`.
 
     Args:
         loggers: opened loggers; closed by `close`.
-        warn: where the warning goes, always called from the thread that logs.
+        warn: called with each warning, always in the thread that logs.
     """
 
     def __init__(self, loggers: Sequence[Any], warn: Callable[[str], None] = warnings.warn) -> None:
         self._loggers = list(loggers)
         self.shows_images = any(hasattr(logger, "log_images") for logger in loggers)
-        """True if one of the loggers takes images."""
+        """Whether any logger accepts images."""
         self._warn = warn
         self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | threading.Event | None] = (
             queue.SimpleQueue()
@@ -268,20 +268,20 @@ class BackgroundLogger(Logger):
         self._surface()
 
     def log_images(self, step: int, images: Any) -> None:
-        """Hand images (number, channels, height, width) on the host to the loggers that take images."""
+        """Pass images (number, channels, height, width) on the host to the loggers that accept images."""
         self._put("log_images", step, images)
 
     def flush(self) -> None:
-        """Wait until the records so far are written, but not for a service that does not answer."""
+        """Wait until all records so far are written, at most `FLUSH_S`: a service may not respond."""
         if self._thread is not None and not self._closed:
             written = threading.Event()
             self._queue.put(written)
             written.wait(FLUSH_S)
 
     def close(self) -> None:
-        """Write all that is queued and close every logger; safe to call twice.
+        """Write all queued records and close every logger; safe to call twice.
 
-        A finished run must not wait for ever for a server that does not answer: `CLOSE_S` at most.
+        Waits at most `CLOSE_S`, so that a finished run does not hang on a server that does not respond.
         """
         if self._closed:
             return
@@ -291,13 +291,13 @@ class BackgroundLogger(Logger):
         if thread.is_alive() and self._busy is not None:
             late = f"{type(self._busy).__name__} did not finish within {CLOSE_S:g} s and is left behind"
             self._warnings.put(f"{late}: what it was given last may be missing")
-            # The others, metrics.jsonl among them, still get the records queued behind it.
+            # The other loggers, including metrics.jsonl, still receive the records that are queued.
             self._loggers.remove(self._busy)
             self._work()
         self._surface()
 
     def _put(self, method: str | None, *given: Any) -> threading.Thread:
-        """Queue a call of a method of the loggers, or None for the end; returns the thread that makes it."""
+        """Queue a method call on all loggers, or the end if `method` is None; return the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ptfast-logger", daemon=True)
             self._thread.start()
@@ -310,17 +310,17 @@ class BackgroundLogger(Logger):
                 due.set()
             else:
                 self._call_all(*due)
-        self._queue.put(None)  # for whoever continues in place of a thread that hangs
+        self._queue.put(None)  # in case `close` took over from a thread that hangs
         self._call_all("close", ())
 
     def _call_all(self, name: str, given: tuple[Any, ...]) -> None:
-        """Call a method of every logger that has it; drop those that fail."""
+        """Call a method of every logger that has it; drop loggers that fail."""
         for logger in list(self._loggers):
             self._busy = logger
             try:
                 if (method := getattr(logger, name, None)) is not None:
                     method(*given)
-            except Exception as error:  # whatever a third party's logger raises must not end the training
+            except Exception as error:  # an error of a third-party logger must not end training
                 self._loggers.remove(logger)
                 with contextlib.suppress(Exception):
                     logger.close()
@@ -331,7 +331,7 @@ class BackgroundLogger(Logger):
                 self._warnings.put(f"{type(logger).__name__} failed and logs no more of this run ({reason})")
 
     def _surface(self) -> None:
-        """Show the warnings, and raise the error, of the thread."""
+        """Show the warnings of the background thread, and raise its error."""
         while not self._warnings.empty():
             self._warn(self._warnings.get())
         error, self._error = self._error, None
@@ -340,7 +340,7 @@ class BackgroundLogger(Logger):
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config that decide what is trained, dotted: plain values, lists as text."""
+    """Return the settings that affect training by dotted key, as plain values; lists become text."""
     from ptfast.config.schema import FREE_KEYS, flatten, lies_in
 
     return {
@@ -351,14 +351,14 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rejected_by(service: str, option: str, error: Exception, hint: str) -> MachineError:
-    """The error for a service that rejects the run."""
+    """Return the error for a service that rejects the run."""
     reason = shorten(one_line(f"{type(error).__name__}: {error}").rstrip(". "), 200)
     what = f"{service} does not take the run ({reason})"
     return MachineError("E006", what, key="logger", value=option, suggestion=hint)
 
 
 def tagged(record: Record) -> dict[str, float]:
-    """The numbers of a record under `split/name`."""
+    """Return the numbers of a record, keyed by `split/name`."""
     split = record.get("split", "train")
     numbers = {name: value for name, value in record.items() if name not in POSITION}
     return {f"{split}/{name}": float(v) for name, v in numbers.items() if isinstance(v, (int, float))}

@@ -1,4 +1,4 @@
-"""MLflow as a logger."""
+"""The MLflow logger."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ptfast.report.loggers import Record, rejected_by, settings_of, tagged
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 MOST_PARAMS, MOST_CHARS = 100, 500
-"""Parameters in one request, and characters of a parameter's value in older servers."""
+"""Limits of older servers: parameters per request, and characters per parameter value."""
 
 
 class Mlflow:
-    """MLflow: settings become parameters. A resumed run continues its MLflow run.
+    """Logs to MLflow, with settings as parameters. A resumed run continues its MLflow run.
 
     Args:
         experiment: experiment of the run; created if it does not exist.
@@ -42,7 +42,7 @@ class Mlflow:
         from mlflow.entities import Param
 
         known = run_directory.read_json(run_dir / run_directory.MLFLOW).get("run_id")
-        # A server that is not there is asked for four minutes otherwise, before training has begun.
+        # By default, MLflow retries an unreachable server for four minutes before training starts.
         hasty = RETRIES not in os.environ
         os.environ.setdefault(RETRIES, "2")
         try:

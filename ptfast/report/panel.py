@@ -19,11 +19,11 @@ from ptfast.techniques import backend, checkpointing, gradients, parallel, rewri
 BLANK = ("", "")
 """Row between two groups of the panel."""
 SKIPPED_NAMES = 5
-"""How many files that could not be read are named; the others are counted."""
+"""Number of unreadable files to list by name; the rest are only counted."""
 
 
 def show_panel(sections: Mapping[str, Any], run: Run) -> None:
-    """Show what will be trained and how; programs also get each automatic choice as an event."""
+    """Show the settings of the training; with `--json`, also emit each automatic choice as an event."""
     run.display.panel(*build_panel(sections, run))
     for choice in run.choices.made.values() if run.ranks.is_first else ():
         if choice.reason:
@@ -34,7 +34,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     """Return title, rows and warnings of the panel: the training, techniques, and automatic choices.
 
     Args:
-        sections: the config by section; each family's panel takes those that it names.
+        sections: the config by section; each family's panel receives the sections it names.
     """
     facts = {**sections, "choices": run.choices}
 
@@ -62,7 +62,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         [(name, str(row)) for name, row in group.items() if row is not None]
         for group in (training, techniques, place | {"run": run.folder})
     ]
-    # Names of choices are too long for the column of names.
+    # Names of choices do not fit into the first column.
     groups.insert(2, [*zip(["automatic", *[""] * len(automatic)], automatic, strict=False)])
     table = [row for group in groups if group for row in [*group, BLANK]][:-1]
     debug = sections["debug"].mode
@@ -75,7 +75,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
 
 
 def _training(sections: Mapping[str, Any], run: Run) -> dict[str, str]:
-    """Return the rows on what is trained, by which optimizer, in which batches, and where."""
+    """Return the rows on the data, the model, the device, the batches and the optimizer."""
     from ptfast.optim.parameter_groups import reference_lr
 
     choices, world_size = run.choices, run.ranks.world_size
@@ -84,7 +84,7 @@ def _training(sections: Mapping[str, Any], run: Run) -> dict[str, str]:
     layout = ", channels last" if choices.get("rewrites.channels_last") else ""
     processes = f"{world_size} ranks" if world_size > 1 else "1 process"
     threads = f"{count} thread" + "s" * (count > 1) + " each" * (world_size > 1)
-    # FSDP gives the model a class of torch's own making.
+    # FSDP replaces the model's class with one of its own.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
     length = f"epochs={sections['epochs']}"
     if (steps := sections["steps"]) is not None:
@@ -104,7 +104,7 @@ def _training(sections: Mapping[str, Any], run: Run) -> dict[str, str]:
 
 
 def _task(run: Run) -> str:
-    """The task, and how many classes, tokens or values it predicts."""
+    """Return the task, with the number of classes, tokens or values it predicts."""
     info, name = run.info, run.choices.get("task")
     count = info.vocab_size if name == "language_modelling" else info.num_classes
     units = {"language_modelling": "token", "multilabel": "label", "regression": "value"}
@@ -114,7 +114,7 @@ def _task(run: Run) -> str:
 
 
 def _batch(run: Run, batching: sampling.Batching) -> str:
-    """The batch, and the parts into which it is divided."""
+    """Return the batch size, and how it is split over ranks and micro-batches."""
     if (budget := batching.batch_tokens) is not None:
         sizes = run.train_loader.plan.all_sizes()
         return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"
@@ -128,7 +128,7 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """What `summary.json` says of a run itself, finished or not."""
+    """Return the entries of `summary.json` on the run itself, finished or not."""
     progress, sets = run.progress, run.metrics.keys() - {"train", "val", "test"}
     summary: dict[str, Any] = {
         "task": run.choices.get("task"),

@@ -1,1 +1,1 @@
-"""The report of a run as one page."""
+"""The HTML report of a run."""

@@ -1,4 +1,4 @@
-"""The pieces of a self-contained HTML page: frame, head and tables; every text is escaped here."""
+"""Parts of a self-contained HTML page: frame, header and tables; they escape all text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BADGES = {"finished": "good", "stopped": "good", "failed": "bad"}
 
 
 def page(title: str, body: str, script: str = "") -> str:
-    """A whole HTML document around `body`, which is HTML already, and a script of ours."""
+    """Return an HTML document from a title, an HTML `body` and a trusted script."""
     body += f"\n<script>\n{script}</script>" if script else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -24,7 +24,7 @@ def page(title: str, body: str, script: str = "") -> str:
 
 
 def header(title: str, status: str | None, *subs: str) -> str:
-    """The head of a page, with the run's status next to the title and lines below it."""
+    """Return the header of a page: the title, the run's status next to it, and the lines below."""
     badge = ""
     if status:
         badge = f'<span class="badge {BADGES.get(status, "fair")}">{escape(status)}</span>'
@@ -38,11 +38,11 @@ def html_table(
     colors: Sequence[str] = (),
     links: Sequence[str] = (),
 ) -> str:
-    """A table; columns of numbers are set to the right.
+    """Return an HTML table; columns of numbers align right.
 
     Args:
-        colors: the class of a color swatch for each row, empty for none.
-        links: the address that the last cell of each row leads to, empty for none.
+        colors: the CSS class of a color swatch for each row; empty for no swatches.
+        links: the URL for the last cell of each row; empty for no links.
     """
     columns = zip(*rows, strict=True) if rows else [()] * len(headers)
     css = [' class="num"' if are_numbers(column) else "" for column in columns]

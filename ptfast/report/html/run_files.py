@@ -1,4 +1,4 @@
-"""The files of a run; one that is missing or damaged reads as empty."""
+"""The files of a run; missing or damaged files read as empty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 
 class RunFiles:
-    """Content of one run's metrics.jsonl, summary.json, examples.json, config.yaml and environment.json."""
+    """The content of a run's metrics.jsonl, summary.json, examples.json, config.yaml and environment.json."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -41,14 +41,14 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.yaml as plain values; empty if it cannot be read."""
+        """The config as plain values; empty if config.yaml cannot be read."""
         with contextlib.suppress(PtfastError):
             return read_yaml(self.run_dir / CONFIG).data
         return {}
 
     @cached_property
     def curves(self) -> dict[str, dict[str, Points]]:
-        """Points (step, value) by metric and split; values that are not finite are left out."""
+        """Points (step, value) by metric and split, without non-finite values."""
         hidden = {*POSITION, *RESOURCES} - {*USAGE}
         curves: dict[str, dict[str, Points]] = {}
         for record in self.records:
@@ -62,7 +62,7 @@ class RunFiles:
         return curves
 
     def metrics(self, split: str) -> dict[str, Any]:
-        """Metrics of `best`, a split or an evaluation set: the summary's, or else the last ones logged."""
+        """Return the metrics of `best`, a split or an evaluation set: the summary's, or else the last record's."""
         in_summary = {**self.summary, **self.summary.get("evals", {})}.get(split)
         if isinstance(in_summary, dict) and in_summary:
             return in_summary
@@ -71,9 +71,9 @@ class RunFiles:
 
 
 def training_times(records: Sequence[Record]) -> dict[int, float]:
-    """Seconds of training up to each step that was logged, 0 among them, by the speed of each segment.
+    """Return the seconds of training up to step 0 and each logged step, from the step times of each segment.
 
-    Evaluations, saving and start-up are left out; untimed first steps count like the others.
+    Evaluation, saving and start-up are excluded; untimed first steps count with the median step time.
     """
     windows = [r for r in records if r.get("split") == "train" and is_finite(r.get("step"))]
     known_s = [record["step_s"] for record in windows if is_finite(record.get("step_s"))]
@@ -87,5 +87,5 @@ def training_times(records: Sequence[Record]) -> dict[int, float]:
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Return True if `value` is a number that can be drawn or ranked."""
+    """Return True if `value` is a finite number, which can be plotted or ranked."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""report.html of a run: its metrics, curves and time budget on one self-contained page."""
+"""The report.html of a run: metrics, curves and time budget on one self-contained page."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ CAUSE_COLORS = {
     "measuring": "c6 pale",
     "closing": "c7 pale",
 }
-"""The same in every report, so that two can be laid side by side."""
+"""Colors by cause, the same in every report, so that reports can be compared side by side."""
 CATEGORY_COLORS = ("c0", "c2", "c7", "c7 pale", "c1", "c6", "c5", "rest")
 SPLITS = ("train", "val", "test", "best")
 MOST_CLASSES, MOST_KNOTS = 20, 200
 MOST_CELLS, MOST_PAIRS, MOST_CURVES = 50, 20, 8
-"""A confusion matrix of more classes than `MOST_CELLS` lists the pairs that are confused most."""
+"""A confusion matrix with more than `MOST_CELLS` classes lists only the most confused pairs."""
 SIDE = 270
-"""Of a chart with shares on both axes."""
+"""Side length in pixels of charts such as ROC curves."""
 CURVES = {
     "ROC": ("false positive rate", "true positive rate"),
     "PrecisionRecallCurve": ("recall", "precision"),
 }
-"""Axes of curves, by the end of their metric's name."""
+"""Axis titles of curves, by the suffix of the metric's class."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html from the other files of the run; a missing file leaves out its part."""
+    """Write report.html from the other files of the run; sections of missing files are omitted."""
     run = RunFiles(run_dir)
     title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
     words = [word for word in run.environment.get("command_line", []) if "=" in word]
@@ -129,7 +129,7 @@ def best_point(run: RunFiles, split: str, points: Points) -> Points:
 def _curve_section(run: RunFiles) -> str:
     charts = ""
     for name in chart_order(run.curves):
-        # A test metric is one point at the end, and stands in the table.
+        # A single test metric is shown in the table instead.
         splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
         colors = [*dict.fromkeys(("train", "val", "test", *splits))]
         series = [Series(split, points, colors.index(split)) for split, points in splits.items()]
@@ -174,7 +174,7 @@ def _tiles(run: RunFiles) -> str:
 
 
 def headline(metrics: Mapping[str, Any]) -> str | None:
-    """The metric that says most: the first that is not the loss, or else the loss."""
+    """Return the name of the main metric: the first that is not the loss, or else the loss."""
     names = [name for name in metrics if name != "step" and not name.startswith("raw_")]
     return next((name for name in names if name != "loss"), names[0] if names else None)
 
@@ -199,13 +199,13 @@ def _metric_table(run: RunFiles) -> str:
 
 
 def chart_order(names: Iterable[str]) -> list[str]:
-    """Loss first, then the task's metrics, then how the training ran and what it used."""
+    """Sort metrics for display: loss, task metrics, training metrics, machine usage."""
     last = {"grad_norm": 1, "lr": 2, "samples_per_s": 3, **dict.fromkeys(USAGE, 4)}
     return sorted(names, key=lambda name: (name != "loss", last.get(name, 0)))
 
 
 def _examples(run: RunFiles, *, matrix: bool) -> str:
-    """Predictions for some held-out samples, and accuracy by class; with `matrix`, which are confused."""
+    """Show some held-out predictions, accuracy by class and, with `matrix`, a confusion matrix."""
     facts = run.examples
     classes, samples = facts.get("classes") or [], facts.get("samples") or []
     body = []
@@ -249,7 +249,7 @@ def _sample(sample: dict[str, Any]) -> str:
     ]
     sure = f" ({sample['probability']:.0%})" if is_finite(sample.get("probability")) else ""
     verdict = "" if is_number else "hit" if target == prediction else "miss"
-    # The file may come from others: show only embedded pictures.
+    # The file may be untrusted: show only embedded images.
     image = str(sample.get("image", ""))
     shown = f'<img alt="" src="{escape(image)}">' if image.startswith("data:image/") else ""
     text = f"<q>{escape(str(sample['text']))}</q>" if "text" in sample else ""
@@ -273,7 +273,7 @@ def _time_budget(run: RunFiles) -> str:
 
 
 def _goodput(run: RunFiles) -> str:
-    """What the attempts of the run together went to, if it took several."""
+    """Show the time by category over all attempts, if there were several."""
     if (found := run.summary.get("goodput")) is None or found["attempts"] < 2:
         return ""
     colors: dict[str, str] = dict(zip(CATEGORIES, CATEGORY_COLORS, strict=True))
@@ -284,7 +284,7 @@ def _goodput(run: RunFiles) -> str:
 
 
 def _shares(title: str, parts: Sequence[tuple[str, float]], colors: Sequence[str]) -> str:
-    """A bar and a table of seconds by name."""
+    """Return a bar and a table of seconds by name."""
     total_s = sum(s for _, s in parts)
     rows = [[name, duration(s), f"{s / total_s:.1%}"] for name, s in parts]
     rows.append(["all", duration(total_s), ""])
@@ -293,7 +293,7 @@ def _shares(title: str, parts: Sequence[tuple[str, float]], colors: Sequence[str
 
 
 def _roofline(run: RunFiles) -> str:
-    """The time of a step, compared with the machine's limits."""
+    """Compare the time of a step with the machine's limits."""
     found = run.summary.get("roofline")
     if not isinstance(found, dict) or not found.get("line"):
         return ""
@@ -330,7 +330,7 @@ def _settings(run: RunFiles) -> str:
 
 
 def _is_matrix(metric: dict[str, Any]) -> bool:
-    """Whether the values of a metric are a square matrix of numbers, such as a confusion matrix."""
+    """Return True if the values of a metric are a square matrix of numbers, such as a confusion matrix."""
     rows = metric.get("values")
     return (
         isinstance(rows, list)
@@ -341,7 +341,7 @@ def _is_matrix(metric: dict[str, Any]) -> bool:
 
 
 def _metric_section(content: dict[str, Any]) -> str:
-    """Results of metrics that are not single numbers: confusion matrices, curves, values by class."""
+    """Show metrics that are not scalars: confusion matrices, curves, values by class."""
     names, charts, by_class = content.get("class_names"), [], {}
     for name, metric in content["metrics"].items():
         kind, values = str(metric.get("kind")), metric.get("values")
@@ -365,20 +365,20 @@ def _metric_section(content: dict[str, Any]) -> str:
 
 
 def _checked(kind: Any, value: Any) -> Any:
-    """Return `value` if it is of this kind; None otherwise, because the file may come from others."""
+    """Return `value` if it has type `kind`, None otherwise, because the file may be untrusted."""
     with contextlib.suppress(ValueError):
         return checked(kind, json.dumps(value))
     return None
 
 
 def _labels(names: Any, count: int) -> list[str]:
-    """The names of classes, or their numbers if the names are not known."""
+    """Return the class names, or the class indices if the names are unknown."""
     known = isinstance(names, list) and len(names) == count
     return [str(name) for name in (names if known else range(count))]
 
 
 def _confusion(name: str, counts: Sequence[Sequence[float]], names: Any) -> str:
-    """True classes in rows, predicted ones in columns; darker cells have a larger share of their row."""
+    """Show a confusion matrix; darker cells have a larger share of their row."""
     size = len(counts)
     labels = _labels(names, size)
     title = escape(name.replace("_", " "))
@@ -404,7 +404,7 @@ def _cell(count: float) -> str:
 
 
 def _curves(name: str, x: Any, y: Any, axes: tuple[str, str], names: Any) -> str:
-    """Curves between 0 and 1 on both axes, one for each class, at most eight of them."""
+    """Plot curves between 0 and 1 on both axes, one for each class, eight at most."""
     several = isinstance(y[0], list) if y else False
     xs, ys = (x, y) if several else ([x], [y])
     labels = _labels(names, len(ys)) if several else [name]

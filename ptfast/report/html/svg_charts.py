@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as inline SVG that follows the page's colors."""
+"""Line charts and stacked bars as inline SVG, with colors from the page's CSS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ptfast.core.units import format_metric, grouped, is_fraction, num_bytes, sh
 Points = Sequence[tuple[float, float]]
 
 SCRIPT_FILE = Path(__file__).with_name("charts.js")
-"""Redraws curves as `curve_controls` say."""
+"""The script that redraws curves when `curve_controls` change."""
 NUM_COLORS = 8
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 10, 40
@@ -29,7 +29,7 @@ TITLES = {
 }
 """Titles of metrics that differ from their names."""
 FROM_ZERO = ("cpu_cores", "gpu_use")
-"""Metrics whose axis starts at 0, as that of rates does."""
+"""Metrics whose axis starts at 0, in addition to rates and memory."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Series:
     """One line of a chart."""
 
     name: str
-    """Shown in the legend; empty for the mark of a best checkpoint."""
+    """The name in the legend; no legend entry if empty."""
     points: Points
     """(x, y), sorted by x, all finite."""
     color: int = 0
-    """Place in the page's palette, counted round and round."""
+    """Index into the page's palette, which repeats."""
     radius: float = 2.6
 
     @property
     def css(self) -> str:
-        """Color class, and a dash once the palette is used up."""
+        """The CSS color class; lines are dashed in every second pass through the palette."""
         return line_color(self.color) + (" dash" if self.color // NUM_COLORS % 2 else "")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its range, its ticks and their labels, and the pixels between which it lies."""
+    """An axis: its range, its ticks and their labels, and its start and end in pixels."""
 
     low: float
     high: float
@@ -70,15 +70,15 @@ class Axis:
 
 
 def line_chart(name: str, series: Sequence[Series], last_step: float, title: str | None = None) -> str:
-    """A chart of the metric `name` over the steps from 0 to `last_step`.
+    """Return a chart of the metric `name` over steps 0 to `last_step`.
 
-    The name decides how values are written. Positive values over more than a factor of 50 get a logarithmic
+    The name determines the format of values. Positive values that span more than a factor of 50 get a log
     scale; rates such as samples per second start at 0. Long series are thinned to means of neighbors.
     """
     thinned = [replace(s, points=thin(s.points)) for s in series if s.points]
     if not thinned:
         return ""
-    # Steps from 0, with ticks at whole ones.
+    # Ticks are at integer steps.
     last_step = max(last_step, 1)
     spacing = max(1, math.ceil(_nice(last_step / 6)))
     steps = range(0, int(last_step) + 1, spacing)
@@ -105,7 +105,7 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], colors: Sequence[str]) -> str:
-    """One bar cut in proportion to `parts` (name, value), each in the color of a CSS class."""
+    """Return a bar divided in proportion to `parts` (name, value), each colored by a CSS class."""
     total = sum(value for _, value in parts)
     if total <= 0:
         return ""
@@ -126,7 +126,7 @@ def line_color(index: int) -> str:
 def thin(
     points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS
 ) -> Sequence[tuple[float, float]]:
-    """At most `max_points` points: each the mean of a run of neighbors, the last point kept as it is."""
+    """Reduce to at most `max_points` points: means of neighbors, and the last point unchanged."""
     if len(points) <= max_points:
         return points
     size = math.ceil(len(points) / (max_points - 1))
@@ -136,20 +136,20 @@ def thin(
 
 
 def is_logarithmic(name: str, low: float, high: float) -> bool:
-    """Return True if a metric from `low` to `high` is drawn on a logarithmic scale."""
+    """Return True if a metric between `low` and `high` is plotted on a log scale."""
     return name != "lr" and not name.endswith("_per_s") and low > 0 and high / low > 50
 
 
 def chart_title(name: str) -> str:
-    """A metric's name with its unit: `throughput (samples/s)`."""
+    """Return a metric's title, such as `throughput (samples/s)`."""
     return TITLES.get(name) or name.replace("_", " ")
 
 
 def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]) -> str:
-    """Choice of the x axis and of smoothing for the curves of a page, hidden unless `SCRIPT_FILE` runs.
+    """Return controls for the x axis and the smoothing of curves, hidden unless `SCRIPT_FILE` runs.
 
     Args:
-        knots: (step, epoch, seconds of training), rising, between which the two are linear.
+        knots: (step, epoch, seconds of training), sorted; the script interpolates linearly between them.
     """
     known = {"step": True, "epoch": any(knot[1] for knot in knots), "time": any(knot[2] for knot in knots)}
     radios = "".join(
@@ -165,7 +165,7 @@ def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]
 
 
 def draw_axes(x_axis: Axis, y_axis: Axis, x_title: str, y_title: str = "") -> list[str]:
-    """Lines, ticks and labels of both axes; those of the x axis in a group, which `SCRIPT_FILE` redraws."""
+    """Return the shapes of both axes; the x axis has its own group, which `SCRIPT_FILE` redraws."""
     left, right, bottom, shapes = x_axis.start, x_axis.stop, y_axis.start, list[str]()
     for tick in y_axis.ticks:
         y, label = y_axis.place(tick), escape(y_axis.label(tick))
@@ -185,7 +185,7 @@ def draw_axes(x_axis: Axis, y_axis: Axis, x_title: str, y_title: str = "") -> li
 
 
 def _value_axis(name: str, values: Sequence[float]) -> Axis:
-    """The axis of a metric; its ends are ticks, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return the axis of a metric: ticks are multiples of 1, 2, 2.5 or 5 times a power of ten."""
     low, high = min(values), max(values)
     start, stop = HEIGHT - BOTTOM, TOP
     is_rate, is_memory = name.endswith("_per_s"), name.endswith("_bytes")
@@ -213,7 +213,7 @@ def _value_axis(name: str, values: Sequence[float]) -> Axis:
             return short_count(value)
         if spacing < 1e-3 and not is_share:
             return f"{value:.1e}" if abs(value) > spacing / 2 else "0"
-        # Decimals at which the ticks differ.
+        # Use as many decimals as the tick spacing has.
         digits = f"{spacing * (100 if is_share else 1):.12f}".rstrip("0")
         return f"{value:.{len(digits.partition('.')[2])}{'%' if is_share else 'f'}}"
 
@@ -225,6 +225,6 @@ def _value_axis(name: str, values: Sequence[float]) -> Axis:
 
 
 def _nice(step: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not less than `step`."""
+    """Return the smallest number of at least `step` that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""Standard output: the display of a run with its line redrawn in place, lines, and tables."""
+"""Standard output: the display of a run, with a live line redrawn in place; plain lines; and tables."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 REDRAW_S = 0.5
-"""Shortest time between two drawings of the live line; one costs about half a millisecond."""
+"""Shortest time between redraws of the live line; a redraw costs about 0.5 ms."""
 MAX_WIDTH = 100
-"""Panels grow no wider: lines longer than this are hard to follow."""
+"""Largest width of a panel; longer lines are hard to read."""
 UNREAD_S = 0.5
-"""How long the other end of a pipe may take to read."""
+"""Seconds to wait for the other end of a pipe to read."""
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
-    """The display for `stream`, standard output by default; a silent one for ranks other than 0."""
+    """Return the display for `stream`, by default standard output; ranks other than 0 get a silent one."""
     if rank != 0:
         return Display()
     stream = stream or standard_output()
@@ -44,15 +44,15 @@ def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
 
 
 def terminal_display() -> Display:
-    """The display of a terminal or of `--json`; a silent one for files and pipes."""
+    """Return the display for a terminal or `--json`; a silent one for files and pipes."""
     stream = standard_output()
     return build_display() if is_terminal(stream) or isinstance(stream, JsonLines) else Display()
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Print lines at once; a terminal gets them wrapped between words, with continuation lines indented.
+    """Print lines and flush; on a terminal, wrap them at spaces and indent continuation lines.
 
-    A notebook shows standard error as a fault, in red: what is said there goes to standard output instead.
+    In a notebook, text for standard error goes to standard output, because notebooks show stderr in red.
     """
     stream = standard_output() if stream is None or (stream is sys.stderr and in_notebook()) else stream
     text = "\n".join(map(one_line, text.split("\n")))
@@ -70,7 +70,7 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
 
 
 def standard_output() -> TextIO:
-    """Standard output; a buffer if the process has no standard output."""
+    """Return standard output; a buffer if the process has none."""
     return sys.stdout or io.StringIO()
 
 
@@ -83,9 +83,9 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def drop_unread(*streams: TextIO | None) -> None:
-    """Discard further output of streams that are not read, such as a full pipe."""
+    """Discard further output of streams that are not being read, such as full pipes."""
     for stream in filter(None, streams):
-        with contextlib.suppress(OSError, ValueError):  # of one that is no file
+        with contextlib.suppress(OSError, ValueError):  # the stream has no file descriptor
             if not select.select([], [stream.fileno()], [], UNREAD_S)[1]:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -101,13 +101,13 @@ def table(
     links: Sequence[str] = (),
     stream: TextIO | None = None,
 ) -> None:
-    """Print a table: ruled on a terminal, aligned text elsewhere. Columns of numbers are set to the right.
+    """Print a table, with a ruled header on a terminal and as aligned text elsewhere; numbers align right.
 
     Args:
-        grouped: rows with the same first cell stand together; on a terminal it is their heading.
-        muted: numbers of the rows that a terminal shows faintly.
-        optional: headers of columns that a narrow terminal leaves out, the first of them first.
-        links: addresses that the last cells of the rows lead to on a terminal.
+        grouped: rows are grouped by their first cell; on a terminal, that cell becomes a heading.
+        muted: indices of the rows that a terminal shows dimmed.
+        optional: headers of columns to drop on a narrow terminal, in this order.
+        links: URLs for the last cell of each row, on a terminal.
     """
     stream = stream or standard_output()
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
@@ -183,12 +183,12 @@ def fits(columns: Sequence[Sequence[str]]) -> bool:
 
 
 def _least_width(columns: Iterable[Sequence[str]]) -> int:
-    """The width of a table that breaks no word, with two spaces a column."""
+    """Return the smallest width of a table that breaks no word, with two spaces per column."""
     return sum(width + 2 for width in _longest_words(columns))
 
 
 def _longest_words(columns: Iterable[Sequence[str]]) -> list[int]:
-    """The longest part of each that must not be broken: a word, a number with its unit, a short header."""
+    """Return the length of each column's longest unbreakable part: a word, a number, a short header."""
     widths = []
     for header, *cells in columns:
         words = [word for cell in cells for word in ([cell] if are_numbers([cell]) else cell.split())]
@@ -198,7 +198,7 @@ def _longest_words(columns: Iterable[Sequence[str]]) -> list[int]:
 
 
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[None]:
-    """Widths that sum to `room` and break no word; None if all fit, or no such widths exist."""
+    """Return widths that sum to `room` and break no word; None for each if all fit or none can."""
     natural = [max(map(len, column)) for column in columns]
     widths = _longest_words(columns)
     if sum(natural) <= room or sum(widths) > room:
@@ -212,7 +212,7 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[Non
 
 
 class LiveDisplay(Display):
-    """A terminal: panels, one line that is redrawn in place, lines of evaluations above it."""
+    """The display on a terminal: panels, a live line redrawn in place, and evaluations above it."""
 
     _live: Live | None = None
     _state: tuple[int, float, Mapping[str, Any], float | None] = (0, 0, {}, None)
@@ -224,7 +224,7 @@ class LiveDisplay(Display):
 
         class QuietWhenGone(Console):
             def on_broken_pipe(self) -> None:
-                # The inherited one exits the process.
+                # The inherited method exits the process.
                 self.quiet = True
 
         return QuietWhenGone(
@@ -269,7 +269,7 @@ class LiveDisplay(Display):
             spinner.update(text=Text(one_line(text) + eta))
             return spinner
 
-        # Seldom, because what runs may be timed.
+        # Refresh rarely, because the code inside may be timed.
         with Live(get_renderable=draw, console=self._console, refresh_per_second=1, transient=True):
             yield
 
@@ -293,7 +293,7 @@ class LiveDisplay(Display):
                 )
                 atexit.register(self.close)
                 self._live.start()
-                # A hidden cursor would stay hidden after a SIGKILL.
+                # Show the cursor, because it would stay hidden after a SIGKILL.
                 self._console.show_cursor(True)
             self._live.refresh()
 
@@ -322,7 +322,7 @@ class LiveDisplay(Display):
         fields = self._fields(*self._state)
         step, has_epoch, epoch = fields.pop("where").partition("  epoch ")
         fields = {"step": step, **({"epoch": f"epoch {epoch}"} if has_epoch else {}), **fields}
-        # What gives way first in a narrow terminal comes last here.
+        # A narrow terminal drops the last fields first.
         order = ["loss", "eta", "samples_per_s", "step", "lr", "epoch", *fields]
         done = self._state[0] / self._total_steps if self._total_steps else None
         percent = "" if done is None else f" {done:4.0%}  "
@@ -346,7 +346,7 @@ class LiveDisplay(Display):
     def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
         from rich.text import Text
 
-        # What the terminal itself breaks is copied as one line.
+        # Lines wrapped by the terminal itself are copied as one line.
         self._show(Text(one_line(text), style=style), soft_wrap=copied)
 
     def _show(self, renderable: Any, **options: Any) -> None:

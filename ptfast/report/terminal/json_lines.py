@@ -1,4 +1,4 @@
-"""`--json`: print the output of a command as one JSON object a line (docs/reference/json.md)."""
+"""`--json`: print the output of a command as one JSON object per line (docs/reference/json.md)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ptfast.core.run_directory import plain_json
 from ptfast.core.sections.secret_values import SECRET, hide_credentials, is_secret
 
 VERSION = 1
-"""Raised when a field changes its meaning or goes; new fields and events may come at any time."""
+"""Increased if a field changes its meaning or is removed; fields and events may be added at any time."""
 VARIABLE = "PTFAST_JSON"
-"""Set for the processes that a command starts."""
+"""Environment variable that turns on JSON output in subprocesses."""
 
 
 class JsonLines(io.TextIOBase):
-    """Standard output of which each line is an object, prints of a user's own code included.
+    """Standard output on which each line is a JSON object, including what user code prints.
 
-    A line that is an object already becomes a `row`, any other one a `text`.
+    A printed JSON object becomes a `row` event, any other line a `text` event.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self._part = stream, ""
 
     def emit(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Write an object; numbers that are not finite become null."""
-        # First in the line, and not to be replaced by what a user's code prints.
+        """Write an event as an object; non-finite numbers become null."""
+        # These come first in the line, and printed fields cannot override them.
         own = {"v": VERSION, "event": event}
         line = json.dumps(plain_json(own | dict(facts) | own), default=str)
         self.stream.write(line + "\n")
@@ -57,13 +57,13 @@ class JsonLines(io.TextIOBase):
 
 
 def lines() -> JsonLines | None:
-    """Standard output, if it takes objects."""
+    """Return standard output if it is a `JsonLines`; None otherwise."""
     return sys.stdout if isinstance(sys.stdout, JsonLines) else None
 
 
 @contextlib.contextmanager
 def as_json() -> Iterator[None]:
-    """Write objects to standard output, here and in ranks, while the context is open."""
+    """Write objects to standard output inside this context, in this process and its ranks."""
     if lines() is not None or sys.stdout is None:
         yield
         return
@@ -73,7 +73,7 @@ def as_json() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.write("\n")  # the last line, if it has no end
+        sys.stdout.write("\n")  # flush a last line without a newline
         sys.stdout = before
         os.environ.pop(VARIABLE)
         if outer is not None:
@@ -81,14 +81,14 @@ def as_json() -> Iterator[None]:
 
 
 def emit(event: str, **facts: Any) -> bool:
-    """Write an object if that is what this command prints; return if it is."""
+    """Write an event if this command prints JSON; return whether it does."""
     if (found := lines()) is not None:
         found.emit(event, facts)
     return found is not None
 
 
 def emit_error(error: BaseException, *, details: bool = False) -> bool:
-    """Write an error, and those found with it, as objects, as `emit`; `details` adds a traceback."""
+    """Emit an event for an error and each further one it carries; `details` adds a traceback."""
     common: dict[str, Any] = {"exit_code": exit_code_of(error)}
     if details:
         common["traceback"] = traceback_of(error)
@@ -107,7 +107,7 @@ def emit_error(error: BaseException, *, details: bool = False) -> bool:
 
 
 def emit_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> bool:
-    """Write each row of a table, by the names of its columns, as `emit`."""
+    """Emit an event for each row of a table, with its cells by column name."""
     names = [re.sub(r"\W+", "_", header).strip("_") or "name" for header in headers]
     for row in rows if lines() is not None else ():
         emit("row", **({"table": title} if title else {}), **dict(zip(names, row, strict=True)))
@@ -115,7 +115,7 @@ def emit_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str 
 
 
 class JsonDisplay(Display):
-    """The display of a run for programs: an object for each panel, progress line, evaluation and warning."""
+    """The display of a run under `--json`: an event for each panel, progress line, evaluation and warning."""
 
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
         emit("panel", title=title, rows=[list(row) for row in rows if any(row)], warnings=list(loud))

@@ -12,17 +12,17 @@ from ptfast.core.units import format_metric, grouped
 
 REDRAW_S = 0.5
 MOST_ROWS = 12
-"""Evaluations in the table: the newest ones, and the best one."""
+"""Rows of the table of evaluations: the newest, and always the best."""
 
 
 def in_notebook() -> bool:
-    """Return True in a kernel of Jupyter, whose output shows HTML; IPython in a terminal does not."""
+    """Return True in a Jupyter kernel, which can show HTML; False for IPython in a terminal."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class NotebookDisplay(Display):
-    """As `Display`, with progress and evaluations as one output of the cell, which needs no widgets."""
+    """Shows progress and evaluations as a single cell output, without widgets."""
 
     _handle: Any = None
     _line = ""
@@ -53,7 +53,7 @@ class NotebookDisplay(Display):
             self._handle = None
 
     def _draw(self) -> None:
-        """Show how things stand, where they stood before."""
+        """Update the cell output in place."""
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         self._drawn_s = self._now()
