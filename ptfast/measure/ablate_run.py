@@ -27,7 +27,7 @@ LEAST_S = 30.0
 """A shorter budget is rejected at once."""
 BEST = "best.yaml"
 CHEAPER_STEPS = "batching"
-"""This family changes the training but can make a step cheaper."""
+"""The family that is measured although it changes the training, because it can make steps cheaper."""
 COMPILES = "it compiles: add --compile"
 
 
@@ -125,9 +125,9 @@ def _too_short(budget_s: float, needed_s: float) -> ConfigError:
 def choose(
     meets: Collection[Need], machine: ThisMachine, *, only: Sequence[Technique] = (), compiles: bool = False
 ) -> tuple[list[Technique], dict[str, str]]:
-    """Return the techniques to measure for a run that meets `meets`, and the reason for each one left out.
+    """Return the techniques to measure for a run that meets `meets`, and why others are left out, by name.
 
-    Techniques named in `only` are measured whatever their class.
+    Techniques named in `only` are measured even if they change the training.
     """
     chosen: list[Technique] = []
     left_out: dict[str, str] = {}
@@ -153,7 +153,7 @@ def _unfit(
     if not here.applies:
         return here.text.removeprefix("no: ")
     for need, where in OF_THE_RUN.items():
-        # Whether the data is a pack shows only when the config is composed.
+        # Whether the data is a pack is known only once the config is composed.
         if need in technique.needs and need not in meets and need != "pack":
             return f"it acts {where}"
     if "compiler" in technique.needs and not compiles:
@@ -166,7 +166,7 @@ def _unfit(
 
 
 def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
-    """Print the ranked techniques, the ones not measured with the reason, and the selected config."""
+    """Print the ranked techniques, the reasons for unmeasured ones, and the selected config."""
     say()
     rows: list[list[str]] = []
     for finding, effect in ablation.measured:
@@ -217,7 +217,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     if (confirmed := ablation.confirmed) is None:
         say("it was not confirmed: give a longer --budget")
         return
-    # Effects that do not multiply give no prediction.
+    # If switches interact, the product of their effects is no prediction.
     predicted = "" if ablation.fits_poorly else f"predicted {ablation.predicted:.2f}x, "
     say(f"over plain: {predicted}confirmed in fresh processes {confirmed.over_plain}")
     say(f"over the config as given: {confirmed.over_given}")

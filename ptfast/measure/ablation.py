@@ -34,11 +34,11 @@ from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
 CONFIRM, APART = 0.3, 0.3
-"""Shares of the time after the first trials: to confirm the selected config, and at most for the rest."""
+"""Shares of the time after the first trials: for the confirmation, and at most outside the plan."""
 POOR_FIT = 2.0
 """The plan fits poorly if its error is this many times the difference between processes of one config."""
 GAIN = 0.005
-"""Smallest expected gain of a switch that is selected."""
+"""Smallest expected gain for which a switch is selected."""
 LEAST_BLOCKS = 3
 NOTHING = "it changes nothing here"
 REJECTED = "it cannot be combined with the selected config"
@@ -63,16 +63,16 @@ class Ablation:
         """The techniques outside the plan, each on top of the selected config."""
         self.plain: TrialResult | None = None
         self._is_given: Callable[[Technique], bool]
-        """Tells whether the config as given has a technique on."""
+        """Returns whether the given config uses a technique."""
         self._try_s = self._missing_s = 0.0
-        """Seconds to build a trial and train its first steps; and that the plan lacks."""
+        """Seconds to build a trial and train its first steps; seconds of budget that the plan lacks."""
         self.not_reached = NOT_REACHED
         """The reason shown for techniques that the budget did not reach."""
         self._members: list[list[Worth]] = []
-        """The techniques of each factor, starting with those of level 1."""
+        """The techniques of each factor, starting with level 1."""
 
     def begin(self) -> TrialResult:
-        """Build plain and the config as given, one trial each; raise their errors as the user's own."""
+        """Build plain and the given config, one trial each; raise their errors as a run of the user would."""
         configs = [self._words([]), self.arguments]
         for words in configs:
             read_config(words)
@@ -101,11 +101,11 @@ class Ablation:
                     finding.why = NOTHING
             except PtfastError as error:
                 finding.why = str(error.what)
-            # Other switches act differently at a lower precision, which the selected config would not have.
+            # Other switches act differently with reduced precision: keep it apart if it cannot be selected.
             is_reduced = finding.technique.kind == "reduced" and not self._is_allowed(finding.technique)
             finding.is_apart = not finding.why and (finding.is_outside or is_reduced)
-        # Candidates for selection come first, because the budget may not reach all. A block with workers
-        # takes long: batches fetched before a turn are used up first.
+        # Candidates for selection come first, because the budget may not reach all. Blocks with workers take
+        # long, because each turn first uses up prefetched batches.
         self.apart = [finding for finding in self.findings if finding.is_apart]
         self.apart.sort(
             key=lambda each: (each.technique.kind in ("training", "reduced"), each.starts_workers)
@@ -128,7 +128,7 @@ class Ablation:
             self.factors.append(Factor(name, ("plain", *(each.technique.name for each in members))))
 
     def needed_s(self, techniques: Sequence[Technique]) -> float:
-        """Seconds to try the techniques of the plan, plus the fewest blocks."""
+        """Return the seconds to try the techniques of the plan, and to measure the fewest blocks."""
         num_tried = sum(not Worth(technique).is_outside for technique in techniques)
         return num_tried * self._try_s + 2 * LEAST_BLOCKS * self.laboratory.block_s
 
@@ -153,10 +153,7 @@ class Ablation:
         return sorted(found, key=lambda pair: -pair[1].log_ratio)
 
     def _measure_plan(self, reserve_s: float) -> None:
-        """Measure blocks until `reserve_s` are left, or less if separating all effects needs more blocks.
-
-        The shortest confirmation, and one measurement of each other candidate, always keep their time.
-        """
+        """Measure blocks until `reserve_s` are left, or longer if separating all effects needs more."""
         if not self.factors:
             return
         laboratory, once_s = self.laboratory, self._apart_s
@@ -174,6 +171,7 @@ class Ablation:
 
         is_allowed = cache(lambda run: _tree_or_none(words_of(run)) is not None)
         for block in draw_blocks(self.factors, SEED, is_allowed):
+            # Always leave time for the shortest confirmation and one measurement of each separate technique.
             least_s = LEAST_BLOCKS * laboratory.block_s + once_s
             if len(self.blocks) >= enough:
                 least_s = reserve_s
@@ -185,7 +183,7 @@ class Ablation:
         self.estimate()
 
     def estimate(self) -> None:
-        """Estimate the effects and the gain to expect of each, and select a config."""
+        """Estimate the effects and expected gains of all switches, and select a config."""
         runs = self.laboratory.blocks[: len(self.blocks)]
         self.fitted = fitted = fit(self.factors, self.blocks, [[run.time for run in found] for found in runs])
         peaks = [[each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in runs]
@@ -202,10 +200,7 @@ class Ablation:
         self._judge()
 
     def _measure_apart(self, start_s: float) -> None:
-        """Measure techniques outside the plan on top of the selected config; select the best clear gain.
-
-        The first round may use time reserved for the confirmation; later ones leave its share of `start_s`.
-        """
+        """Measure techniques outside the plan on top of the selected config; select the best clear gain."""
         for finding in self.apart:
             if _tree_or_none(self._words([*self.selected, finding.technique])) is None:
                 finding.why = REJECTED
@@ -214,6 +209,7 @@ class Ablation:
         self._on_top = comparison = Comparison(self._words(self.selected), others)
         once_s, kept_s = self._apart_s, LEAST_BLOCKS * self.laboratory.block_s
         with self._status(f"measuring {len(waiting)} techniques on top of the best"):
+            # Only the first round may use time reserved for the confirmation.
             once = math.ceil(len(waiting) / 3)
             comparison.measure(self.laboratory, least=0, most=once, keep_s=kept_s)
             comparison.measure(self.laboratory, least=0, keep_s=max(kept_s, CONFIRM * start_s))
@@ -250,10 +246,8 @@ class Ablation:
             self.confirmed = Confirmation(-effects["plain"], -effects["given"], fitted.residual_sd)
 
     def _judge(self) -> None:
-        """Compute all verdicts, given how much processes of one config differ.
-
-        The plan shows it, unless it fits poorly; then the runs of the selected config do.
-        """
+        """Compute all verdicts, given the spread between processes of one config."""
+        # If the plan fits poorly, take the spread from the confirmation.
         sd, dof = self.fitted.residual_sd, self.fitted.dof
         if self.confirmed is not None and (self.fits_poorly or not math.isfinite(sd)):
             sd, dof = self.confirmed.process_sd, self.confirmed.over_plain.dof
@@ -269,25 +263,25 @@ class Ablation:
 
     @property
     def predicted(self) -> float:
-        """The speed-up over plain that the plan predicts for the selected config."""
+        """The predicted speed-up of the selected config over plain."""
         return math.exp(sum(f.expected for f in self.findings if f.technique in self.selected))
 
     @property
     def best_words(self) -> list[str]:
-        """Return the selected config's overrides of the user's; empty if the config as given is faster."""
+        """Return the overrides that select the best config; empty if the given config is faster."""
         is_selected = self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0
         return _switched_on(self.selected) if is_selected and self.selected else []
 
     @property
     def fits_poorly(self) -> bool:
-        """Return True if switches interact more than chance explains."""
+        """Return True if switches interact more than expected by chance."""
         if self.confirmed is None or self.confirmed.over_plain.dof <= 1:
             return False
         residual_sd = self.fitted.residual_sd
         return math.isfinite(residual_sd) and residual_sd > POOR_FIT * self.confirmed.process_sd
 
     def _choose(self, members: Sequence[Worth]) -> Worth | None:
-        """Return the alternatives the config as given uses, unless another one is clearly faster."""
+        """Return the alternative that the given config uses, unless another one is clearly faster."""
 
         def expected(finding: Worth | None) -> float:
             return 0.0 if finding is None else finding.expected
@@ -300,19 +294,16 @@ class Ablation:
         return best if expected(best) > expected(given) + gain else given
 
     def _is_allowed(self, technique: Technique) -> bool:
-        """Return True if a technique may be in the best config without the user asking for it.
-
-        Exact and reordered ones may. Lower precision may if the config as given uses some; a technique that
-        changes the training may if the config as given has it on.
-        """
+        """Return True if a technique may be in the best config."""
         if technique.kind in ("exact", "reordered"):
             return True
+        # Reduced precision is allowed if the given config uses any; other techniques, if it uses them.
         reduced = [each for each in CATALOGUE if each.kind == "reduced" and each.on]
         return any(map(self._is_given, reduced if technique.kind == "reduced" else [technique]))
 
     @property
     def _apart_s(self) -> float:
-        """Seconds to measure all outside the plan once; the selected config takes a fourth of each block."""
+        """Seconds to measure each technique outside the plan once, three in each block."""
         return math.ceil(sum(not each.why for each in self.apart) / 3) * self.laboratory.block_s
 
     def _status(self, text: str) -> AbstractContextManager[None]:

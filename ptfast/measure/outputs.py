@@ -1,7 +1,6 @@
-"""Shared by the measuring commands: folders, metrics and recipes, and runs in separate processes.
+"""Outputs of the measuring commands: folders, results and recipes; and runs in separate processes.
 
-Commands take `out`, the folder of the metrics (None for a new one under `run.root`), and `write`, the path
-of the recipe.
+`out` is the folder for results (None for a new one under `run.root`), and `write` is the path of the recipe.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say
 
 RESULTS_FILE = "measure.json"
-"""File with all results of a command, in its folder."""
+"""The file in a command's folder with all of its results."""
 
 
 def check_outputs(out: Path | None, write: Path | None = None, flag: str = "--write") -> None:
-    """Reject a folder or the recipe of `flag` that cannot be written, before measuring starts."""
+    """Raise an error before measuring if the folder, or the recipe given by `flag`, cannot be written."""
     check_out(out)
     if write is not None:
         check_overlay(write, flag)
 
 
 def check_new(out: Path | None) -> None:
-    """Reject a folder for runs that is not empty or cannot be written."""
+    """Raise an error if a folder for runs is not empty or cannot be written."""
     check_out(out)
     if out is not None and out.exists() and any(out.iterdir()):
         raise MachineError("E001", "is not empty", key="--out", value=out, suggestion="Choose a new one")
@@ -47,7 +46,7 @@ def label(config: Config) -> str:
 
 
 def make_folder(what: str, out: Path | None, config: Config | None = None) -> Path:
-    """Make the folder of a command's results: `out`, or a new one under `run.root`."""
+    """Create the folder for a command's results: `out`, or a new one under `run.root`."""
     root, name = ("runs", what) if config is None else (config.run.root, f"{what}-{label(config)}")
     folder = out or run_directory.new_folder(Path(root), name)
     run_directory.create_folder(folder)
@@ -68,7 +67,7 @@ def write_results(
 def write_recipe(
     file: Path, arguments: Sequence[str], found: dict[str, Any], comment: list[str], flag: str = "--write"
 ) -> None:
-    """Write a recipe from the arguments and the result, and show how to train with it."""
+    """Write a recipe from the arguments and the result, and print the command to train with it."""
     called = write_overlay(file, arguments, found, comment, flag)
     say(f"wrote {file}; train with it: ptfast train recipe={called}")
 
@@ -76,12 +75,12 @@ def write_recipe(
 def run_ptfast(
     words: Sequence[str], log: Path, *, module: str = "ptfast", limit_s: float | None = None, **variables: str
 ) -> tuple[int | None, str]:
-    """Run a command in a separate process, with its output in a file; its children end with it.
+    """Run a ptfast command in a separate process, with its output in a file.
 
     Returns:
-        The exit code, None if it was killed after `limit_s`; and its last line, which says why it failed.
+        The exit code, None if it was killed after `limit_s`; and the last line of output, such as its error.
     """
-    # People read its log.
+    # The log is meant for people: no JSON.
     unset = (STARTED_VARIABLE, json_lines.VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     command, code = [sys.executable, "-m", module, *words], None

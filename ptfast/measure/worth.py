@@ -12,10 +12,10 @@ from ptfast.measure.experiment.verdicts import Effect, Verdict
 OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
 WORKERS = "dataloader=workers"
 OUTSIDE_KEYS = (WORKERS, "gradients.accumulate=", "backend.threads=")
-"""Techniques outside the plan, as are those that change the training: they start processes, compile, or
-change a step so much that other switches act differently along with them."""
+"""Overrides of techniques outside the plan: they start processes, or change a step so much that other
+switches act differently."""
 PER_STEP = ("reduced", "training")
-"""Classes of techniques whose faster steps may not reach the same loss sooner."""
+"""Classes of techniques that may need more steps for the same loss."""
 
 
 @dataclass
@@ -24,18 +24,18 @@ class Worth:
 
     technique: Technique
     effect: Effect | None = None
-    """Effect on the speed, averaged over the other switches; None if it was not measured."""
+    """Effect on speed, averaged over the other switches; None if not measured."""
     expected: float = 0.0
     """Expected log ratio, corrected for selection bias."""
     verdict: Verdict = "cannot tell"
     why: str = ""
-    """Reason it was not measured."""
+    """The reason the technique was not measured."""
     memory_bytes: float | None = None
-    """Change of the peak memory."""
+    """Change in peak memory."""
     loss_drift: float | None = None
     """Relative change of the mean loss over the first steps."""
     is_apart: bool = False
-    """Measured on top of the selected config, not in the plan."""
+    """Whether it is measured on top of the selected config, not in the plan."""
 
     @property
     def is_faster_per_step(self) -> bool:
@@ -55,7 +55,7 @@ class Worth:
         return any(word.startswith(WORKERS) for word in self.technique.on)
 
     def note(self, measured: TrialResult, base: TrialResult | None) -> None:
-        """Note why a run with it failed, or how much its first losses differ from those of `base`."""
+        """Record why its run failed, or how much the first losses differ from those of `base`."""
         self.why = measured.why
         loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
         if loss is not None and of_base:

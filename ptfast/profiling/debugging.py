@@ -24,11 +24,11 @@ from ptfast.run import Run
 
 Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck"]
 TRACE, PROFILE, SNAPSHOT = "trace.json", "profile.txt", "memory.pickle"
-"""Files in the run directory: all events, the table of torch.profiler, and one for pytorch.org/memory_viz."""
+"""Files in the run directory: all events, torch.profiler's table, a snapshot for pytorch.org/memory_viz."""
 NUM_SAMPLES = 4
 STEPS = (1e-6, 1e-4, 1e-2)
-"""Lengths of a finite difference. Small ones are accurate, but parts of a model that compute in float32
-although they get float64 need longer ones."""
+"""Step sizes of finite differences. Small ones are accurate, but parts of a model that compute in float32
+despite float64 inputs need larger ones."""
 WRONG_GRADIENT = "Look for a custom backward, .data or .detach() in the model or the loss"
 
 
@@ -136,9 +136,9 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
 
 
 def check_gradients(run: Run) -> None:
-    """Compare the gradient of the loss with finite differences, by torch's own gradcheck; raise N002.
+    """Compare gradients of the loss with finite differences by torch's gradcheck; raise N002 on a mismatch.
 
-    It uses a copy of the model and the next batch, with fixed dropout.
+    This uses a copy of the model and the next batch, with fixed dropout.
     """
     (loss, names, parameters), where = _float64_loss(run), ""
     for eps in STEPS:

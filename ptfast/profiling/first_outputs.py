@@ -21,13 +21,13 @@ RANDOM_HINT = "F.dropout needs training=self.training; nn.Dropout follows eval()
 DEPENDENT = "returns different outputs for a sample alone and in a batch"
 DEPENDENT_HINT = "Use BatchNorm with running statistics, and no statistics over other samples"
 STEADY, ALONE = 1e-4, 1e-2
-"""Largest relative differences that are tolerated: of the same batch computed again, and of a sample alone;
-ten times as much in 16 bits."""
+"""Largest tolerated relative differences: when a batch is computed again, and when a sample is computed
+alone; ten times as large in 16 bits."""
 _SEED = 0x5EED
 
 
 class FirstOutputs:
-    """The `forward` of a run's model in evaluation; it warns once if its outputs are unsteady.
+    """Wraps the forward pass of a run's model in evaluation; warns once if outputs are not reproducible.
 
     Cost: in the first evaluation of a process, one more forward pass of a batch and one of a sample. Random
     states and buffers are restored.
@@ -69,7 +69,7 @@ def checking_outputs(forward: Any, run: Run) -> Any:
 def unsteadiness(
     forward: Any, model: nn.Module, given: tuple[Any, Any], outputs: Any, factor: float = 1.0
 ) -> tuple[str, str] | None:
-    """Return what is wrong with `outputs` of the arguments `given`, and a hint; None if they repeat.
+    """Return the problem with `outputs` of the arguments `given`, and a hint; None if they are reproducible.
 
     The batch is computed again, and then its first sample alone. `factor` widens the tolerated differences.
     """
@@ -108,7 +108,7 @@ def _difference(one: Any, other: Any) -> float:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and random states at the end of this context; draws inside it are new ones."""
+    """Restore buffers and random states at the end of this context; random draws inside it differ."""
     devices = sorted({buffer.device.index for buffer in model.parameters() if buffer.device.type == "cuda"})
     with buffers_kept(model), torch.random.fork_rng(devices), seeded(_SEED):
         yield

@@ -1,4 +1,4 @@
-"""Find the cause of a loss or gradients that are not finite: the first module, and the samples."""
+"""Find the cause of a non-finite loss or gradient: the first module, and the samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMED = 5
 def explain(run: Run, step: int, batch: StepBatch | None) -> None:
     """Warn that `step`, counted from 0, was skipped, and name the cause; called on all ranks.
 
-    This rank's `batch` of the step, if still available, goes through a copy of the model again.
+    If this rank's `batch` of the step is still available, a copy of the model runs on it again.
 
     Cost: a copy of the model, a forward pass and perhaps a backward pass, once per run.
     """
@@ -56,13 +56,13 @@ def explain(run: Run, step: int, batch: StepBatch | None) -> None:
 class _Cause(NamedTuple):
     place: str
     micro_batch: int
-    """Index among the ranks that have samples."""
+    """Index among the micro-batches that have samples."""
     rows: Tensor | None = None
-    """True for each sample that contains a number that is not finite; None for all."""
+    """True for each sample with a non-finite number; None for all samples."""
 
 
 def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _Cause | None:
-    """Return where the first number that is not finite appears in this rank's part of a step."""
+    """Return where the first non-finite number appears in this rank's part of a step."""
     model, number, found = copy.deepcopy(run.model), -1, list[_Cause]()
 
     def note(name: str, module: Any, inputs: Any, outputs: Any) -> None:
@@ -92,7 +92,7 @@ def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _
             grads = torch.autograd.grad(loss, weights, allow_unused=True)
             for name, grad in zip(names, grads, strict=True):
                 if grad is not None and not bool(grad.isfinite().all()):
-                    # The backward pass starts at the end of the model.
+                    # Keep the last one: the backward pass starts at the end of the model.
                     found[:] = [_Cause(f"in the gradient of {name}", number)]
         if found:
             return found[0]

@@ -23,7 +23,7 @@ from ptfast.techniques.compile.compilation import num_compiled
 
 COUNTED = ("forward", "backward", "optimizer")
 MANY_LENGTHS = 8
-"""Steps that are counted if sequence lengths vary, because steps then differ."""
+"""Number of steps to count if sequence lengths vary, because steps then differ."""
 
 
 PRODUCTS = ("mm", "conv", "attention")
@@ -32,7 +32,7 @@ PRODUCTS = ("mm", "conv", "attention")
 
 @dataclass(frozen=True)
 class Product:
-    """A call of an operator that multiplies matrices, with meta tensors for tensors."""
+    """A call of an operator that multiplies matrices, with its tensors replaced by meta tensors."""
 
     op: Any
     args: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Product:
 
 
 class Operators(DispatchMode):
-    """Counts the operators that run inside it while `recording`: decomposed, by the kernels chosen."""
+    """Counts the operators that run inside it while `recording`, after decomposition and kernel selection."""
 
     def __init__(self, recording: bool = True) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Operators(DispatchMode):
             name = func.overloadpacket.__name__
             self.calls[name] += 1
             if any(part in name for part in PRODUCTS):
-                # Tensors of a user's class may lack attributes read here: training continues.
+                # Custom tensor classes may lack attributes read here, and training must continue.
                 with contextlib.suppress(Exception):
                     self.products.append(Product(func, *tree_map(_on_meta, (args, kwargs, outputs))))
         return outputs
@@ -87,7 +87,7 @@ def flops(product: Product) -> int:
 
 
 class Counted(Phases):
-    """Counts over some steps: operators, and the bytes that forward saves for backward, without weights."""
+    """Counts over some steps: operators, and the bytes saved for backward, except for weights."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(self._enter, self._leave)
@@ -111,10 +111,10 @@ class Counted(Phases):
 
 
 class StepCounter:
-    """Counts the operators of a process's second step; that step trains to the same bits as usual.
+    """Counts the operators of a process's second step, whose result stays bit-identical.
 
-    In the first step kernels are chosen and caches fill. A compiled model shows no operators, so one step of
-    it runs uncompiled before training, and is undone.
+    The first step selects kernels and fills caches. The operators of a compiled model are not visible, so it
+    runs one step uncompiled before training, which is then undone.
 
     Cost: about 20 us per operator of one step, or of eight steps if sequence lengths vary; booked as
     `measuring`, together with that step.
@@ -133,11 +133,11 @@ class StepCounter:
             self.why_not = "its inputs grow"
 
     def due(self, step: int) -> bool:
-        """Return True if the step after `step` is to be counted; the same on all ranks."""
+        """Return True if the step after `step` should be counted; all ranks return the same."""
         if not self.first_counted <= step < self._last or self.why_not or self.compiled:
             return False
         if num_compiled() > self._graphs:
-            # Its compiled parts would run uncompiled in a counted step, and round differently.
+            # The compiled parts would run uncompiled in a counted step, and round differently.
             self.why_not = "the model compiles parts of itself"
         return self.why_not is None
 
@@ -163,7 +163,7 @@ class StepCounter:
         """
         device, ranks = self.run.device, self.run.ranks
         if self.why_not is None:
-            # It has room if free memory is at least the highest use so far.
+            # Assume that it fits if free memory is at least the peak use so far.
             taken = peak_memory_bytes(device.type)
             if device.type == "cuda":
                 lacks = 2 * taken > torch.cuda.get_device_properties(device).total_memory

@@ -65,7 +65,7 @@ def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | No
 def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> Peaks:
     """Measure this machine's matrix products in `formats`, memory and overhead, and cache them on disk.
 
-    The fastest of all attempts counts, earlier measurements included. The random state does not change.
+    The fastest attempt counts, including those of earlier measurements. The random state does not change.
 
     Cost: about a second, once per device, number of threads and version of torch.
     """
@@ -95,7 +95,7 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
 
 
 def device_name(device: torch.device) -> str:
-    """Return the maker's name of this device."""
+    """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = devices.cpu_facts("model name", "CPU part")
@@ -140,7 +140,7 @@ def _path(device: torch.device) -> Path:
 SMALL = 0.25
 """A limit below this share of a step is not reported as its bound."""
 PAYS_AFTER = 50
-"""A run measures the machine if it trains this many times as long as measuring takes."""
+"""A run measures the machine if training takes this many times as long as measuring."""
 SHORT_S = 10
 """A run that trains for less time reports no roofline."""
 
@@ -173,7 +173,7 @@ def count_work(run: Run, counted: Counted) -> Work:
 
 
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> dict[str, Any]:
-    """Compare a step with the machine's limits: return the entries of summary.json, and lines for people.
+    """Compare a step with the machine's limits; return the entries of summary.json, including lines to print.
 
     `seconds` are the seconds of `steps` steps by cause, as in the ledger.
     """
@@ -188,7 +188,7 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
     limits = waits | floors
     bound = max(limits, key=limits.__getitem__)
     if limits[bound] < SMALL * step_s:
-        # Small operators reach no peak.
+        # No limit explains the step: its operators are too small to reach a peak rate.
         bound = "operators"
     mfu = floors["compute"] / step_s
     main_format = max(work.flops, key=work.flops.__getitem__, default=None)
@@ -247,8 +247,8 @@ def flop(number: float) -> str:
 def roofline_of(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
     """Return the entry `roofline` of summary.json; None if the run was too short for one.
 
-    The machine's limits are measured after training, once per machine: later runs find them in the cache
-    folder. A run of less than a minute does not measure them.
+    The machine's limits are measured after training, once per machine, and cached for later runs. Runs of
+    less than a minute do not measure them.
 
     Cost: a second the first time, 0.2 s otherwise. Booked as `measuring`.
     """
@@ -270,7 +270,7 @@ def roofline_of(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
         if peaks is not None and pays and weigh(work, peaks, seconds, steps)["mfu"] > 1:
             peaks = None  # measured while another program kept the machine busy
         if peaks is None and pays:
-            # Training may have left too little memory for it.
+            # Training may have left too little memory for measuring.
             try:
                 with run.display.status("measuring this machine's peak rates"):
                     peaks = measured_peaks(run.device, work.flops)

@@ -16,7 +16,7 @@ from ptfast.run import Run
 PHASES = ("data", "forward", "backward", "optimizer")
 """The phases, named as in the run's clock."""
 INTERRUPTIONS = ("transfer", "gradient_sync")
-"""Times that count for the phase they interrupt: NVTX ranges must end in the thread that began them, and
+"""Causes that count toward the phase they interrupt: NVTX ranges must end in the thread that began them, and
 another thread reports the wait for gradients."""
 
 
@@ -44,7 +44,7 @@ class Phases(Callback):
 
 @contextmanager
 def watched(run: Run, phases: Phases) -> Iterator[None]:
-    """Let `phases` follow every step of `run` inside this context, by the marks of its clock."""
+    """Let `phases` follow every step of `run` inside this context, through its clock."""
     clock, to = run.clock, run.clock.to
     # Another watcher may be active already.
     around = vars(clock).get("to")
@@ -68,7 +68,7 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
 
 
 def saved_for_backward(model: torch.nn.Module, saved: dict[int, int]) -> saved_tensors_hooks:
-    """Return a reusable context that notes the bytes of what autograd saves, by address, without weights."""
+    """Return a reusable context that records the bytes autograd saves, by address, except for weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Find the rank that the others wait for, and the cause, by the ledger that each rank keeps anyway."""
+"""Find the rank that the others wait for, and the cause, from the time ledger of each rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ptfast.run import Run
 SLOWER = 0.2
 """Fraction by which a rank must lengthen all steps to be reported."""
 LEAST_S = 1.0
-"""Number of steps that a verdict needs; over fewer, chance decides."""
+"""Seconds of training that a verdict needs; shorter times are too noisy."""
 
 
 class Stragglers:
-    """Compares the time each rank spends on its own work: all except waiting for the gradients of others.
+    """Compares the time that ranks spend on their own work: all except waiting for gradients of others.
 
-    Metrics travel with the votes at a look, so there is no extra exchange. A slow rank is reported once.
+    Times are sent along with the votes of ranks, without extra communication. A slow rank is reported once.
     """
 
     def __init__(self, run: Run) -> None:
@@ -25,12 +25,12 @@ class Stragglers:
         self._sums = [0.0] * (run.ranks.world_size * len(STEP))
 
     def own(self) -> list[float]:
-        """Return the seconds per step by cause since the last call, in the order of `STEP`."""
+        """Return the seconds by cause since the last call, in the order of `STEP`."""
         before, self._before = self._before, dict(self._run.clock.seconds)
         return [self._before.get(cause, 0.0) - before.get(cause, 0.0) for cause in STEP]
 
     def receive(self, seconds: Sequence[float]) -> None:
-        """Compare the `own` of all ranks, given in order; warn about one that makes steps `SLOWER`."""
+        """Compare the results of `own` of all ranks, in order; warn about a rank that delays the others."""
         if self._run.ranks.world_size == 1:
             return
         self._sums = [old + new for old, new in zip(self._sums, seconds, strict=True)]

@@ -77,12 +77,12 @@ class Finding:
     """How the fix changes the result."""
     price: Price | None = None
     handled: bool = False
-    """The run already fixes it by itself."""
+    """Whether the run already fixes it."""
 
 
 @dataclass(frozen=True)
 class SampleTrace:
-    """The cost of fetching samples one after another; image decoders take `decoding_s` of it."""
+    """The cost of fetching samples one by one, including `decoding_s` in image decoders."""
 
     num_samples: int
     seconds: float
@@ -91,7 +91,7 @@ class SampleTrace:
 
 
 class AuditContext:
-    """A run and measurements of some steps: the first warms up, some are timed, and some are traced."""
+    """A run and measurements of a few steps: after a warm-up, some are timed and some are traced."""
 
     def __init__(self, config: Config, segments: Segments, source: Source) -> None:
         self.config, self.run, self.source = config, segments.run, source
@@ -103,7 +103,7 @@ class AuditContext:
         switches = segments.trainer.first_checks.switches
         switches.check()
         self.aids = switches.found
-        """Names of torch's debugging aids that are on, by the value of `debug` for them."""
+        """Names of torch's active debugging aids, by their value of `debug`."""
         steps = min(max(LEAST_STEPS, int(STEPS_S / segments.step_s)), MOST_STEPS)
         self.waiting = segments.train(steps, 0)["waiting"]
         """Share of the time spent waiting for a batch."""
@@ -118,7 +118,7 @@ class AuditContext:
             for name, parameter in trainable.items():
                 hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: trained.add(name))
                 hooks.callback(hook.remove)
-            # Operators are traced in a step of their own, so that a GPU's queue stays full in this one.
+            # Operators are traced in a separate step, so that the GPU's queue stays full here.
             with waits as self.syncs, self.calls:
                 segments.take(CALL_STEPS)
             self._trace_operators()
@@ -136,7 +136,7 @@ class AuditContext:
 
     @property
     def batch(self) -> Any:
-        """A micro-batch in the form the task receives it."""
+        """A micro-batch as the task receives it."""
         assert self._segments.batch is not None
         return self._segments.batch.micro_batches[0].data
 
@@ -144,7 +144,7 @@ class AuditContext:
         calls = CallTrace(self.run.device.type)
         self.operators = OperatorTrace(self.run, calls)
         self.untraced: str | None = None
-        """Why operators could not be traced, if the model forbids it."""
+        """The error if operators could not be traced."""
         try:
             with calls, self.operators:
                 self._segments.take(1)
@@ -170,7 +170,7 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
 
 
 def _graph_breaks(run: Run) -> Counter[str]:
-    """Return graph breaks in this process by torch's one-line reason; empty if nothing is compiled."""
+    """Return counts of graph breaks by torch's one-line reason; empty if nothing is compiled."""
     if run.compilation is None:
         return Counter()
     dynamo: Any = sys.modules["torch._dynamo.utils"]
@@ -179,7 +179,7 @@ def _graph_breaks(run: Run) -> Counter[str]:
 
 
 def trace_samples(source: MapSource) -> SampleTrace:
-    """Fetch samples from across the data, as a loader does, and trace it."""
+    """Fetch samples spread over the data, as a loader does, and trace the calls."""
     indices = np.linspace(0, len(source) - 1, min(len(source), NUM_SAMPLES)).astype(np.int64)
     source.fetch(indices[:1])
     calls, profile = CallTrace("cpu"), cProfile.Profile()
@@ -195,6 +195,6 @@ def trace_samples(source: MapSource) -> SampleTrace:
         for (file, _, name), (*_, total_s, _) in profiled.stats.items()
         if file.endswith(DECODERS) and (name == "load" or name.startswith("decode_"))
     )
-    # ptfast's own image files only decode.
+    # `ImageFiles` does nothing but decode.
     decoding_s = seconds if isinstance(source, ImageFiles) else decoding_s
     return SampleTrace(len(indices), seconds, decoding_s, calls)

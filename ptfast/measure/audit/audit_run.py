@@ -131,7 +131,7 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
-    """Print findings and notes: the most expensive first, those without a price last."""
+    """Print the findings, the most expensive first and those without a price last, and the notes."""
 
     def cost_s(finding: Finding) -> float:
         return finding.price.seconds if finding.price else -math.inf

@@ -1,4 +1,4 @@
-"""Checks of a model: useless layers, widths unsuited to tensor cores, and formulas torch has kernels for."""
+"""Checks of a model: useless layers, widths unsuited to tensor cores, and formulas with a torch kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases, fin
 TILE = 8
 """Columns of a half-precision tile in tensor cores (NVIDIA, Matrix Multiplication guide)."""
 WIDTH_SHARE = 0.01
-"""Layers with a smaller share of the model's weights are not worth another width."""
+"""Smallest share of the model's weights for which a layer's width is checked."""
 NAMED = 3
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
@@ -97,7 +97,7 @@ def _check_widths(context: AuditContext) -> Iterator[Finding]:
 
 
 def _check_formulas(context: AuditContext) -> Iterator[Finding]:
-    """Yield findings on hand-written formulas that torch has a kernel for."""
+    """Yield findings on hand-written formulas for which torch has a kernel."""
     softmaxes = context.operators.softmaxes
     attentions = Counter(each.place for each in softmaxes if each.weighs and not each.elsewhere)
     for place, count in attentions.items():

@@ -16,9 +16,9 @@ from ptfast.measure.audit.model_checks import times
 from ptfast.measure.audit.traces import source_place
 
 WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
-"""Smallest shares that count: waiting in a step, padding among tokens, decoding in the time of a sample."""
+"""Smallest shares to report: waiting per step, padding per token, decoding per time of a sample."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
-"""Inputs are not normalized if a mean is `FAR` standard deviations from 0, or one is beyond the bounds."""
+"""Inputs are not normalized if a mean is `FAR` deviations from 0, or a deviation is out of bounds."""
 _MENDS = {
     "item": "keep sums as tensors on the device, and read them once in many steps",
     "cpu": "keep it on the device until it is needed, once in many steps",
@@ -34,7 +34,7 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
     """Yield findings on samples and batches."""
     run, config, dataset_place = context.run, context.config, "data"
     if (dataset := getattr(context.source, "dataset", None)) is not None:
-        # The user's own dataset.
+        # Point to the code of the user's dataset.
         method = getattr(type(dataset), "__getitems__", None) or getattr(type(dataset), "__getitem__", None)
         dataset_place = source_place(method or type(dataset))
     if context.samples is not None:
@@ -52,7 +52,7 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
 
 
 def _check_samples(context: AuditContext, samples: SampleTrace, dataset_place: str) -> Iterator[Finding]:
-    """Yield findings on samples that steps wait for, and arrays that are copied."""
+    """Yield findings on slow samples and copied arrays."""
     run, count = context.run, samples.num_samples
     per_step = run.batch_size / count
     if context.waiting >= WAITING:
@@ -96,7 +96,7 @@ def _check_padding(context: AuditContext, dataset_place: str) -> Iterator[Findin
             return
         stated = context.run.info.pad_id
         pad = int(tokens[:, -1].mode().values) if stated is None else stated
-        # Padding stands at the ends of rows.
+        # Padding is at the end of each row.
         share = float((tokens.flip(1) == pad).int().cumprod(1).float().mean())
         if share >= PADDING:
             what = f"{share:.0%} of the tokens of a batch are padding added by the dataset"
@@ -111,12 +111,12 @@ def _check_padding(context: AuditContext, dataset_place: str) -> Iterator[Findin
 
 
 def _offset(context: AuditContext) -> str | None:
-    """Describe mean and standard deviation of inputs that are not normalized; None if they are normalized."""
+    """Describe inputs that are not normalized by mean and standard deviation; None if they are normalized."""
     inputs = next(tensors_in(context.batch), None)
     scaled = context.run.info.kind in ("image", "features")
     if not scaled or inputs is None or not inputs.is_floating_point():
         return None
-    # Channels of an image, features of a vector.
+    # Rows are channels of images or features of vectors.
     rows = inputs.detach().float()
     channels = rows.transpose(0, 1).flatten(1) if rows.dim() > 1 else rows[None]
     means, stds = channels.mean(1), channels.std(1, correction=0)
@@ -129,7 +129,7 @@ def _offset(context: AuditContext) -> str | None:
 
 
 def check_loop(context: AuditContext) -> Iterator[Finding]:
-    """Yield findings on the steps themselves: waits for the device, debugging aids, compilation."""
+    """Yield findings on the training loop: waits for the device, debugging aids, compilation."""
     for (read, place), calls in context.calls.reads.items():
         what = f"{read}: {times(calls.count / CALL_STEPS)} a step, the host waits for the device"
         price = Price(calls.seconds / CALL_STEPS)

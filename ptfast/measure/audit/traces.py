@@ -28,7 +28,7 @@ from ptfast.core.tensors.trees import tensors_in, tree_leaves
 from ptfast.run import Run
 
 _OUR_MODELS = (f"{PACKAGE}/models/", f"{PACKAGE}/tasks/")
-"""Our code that replaces a user's."""
+"""ptfast code that stands in for user code: models and tasks."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _HIDDEN = ("<", f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
@@ -40,7 +40,7 @@ _READS = {
     **dict.fromkeys(("nonzero", "argwhere"), "nonzero"),
     **{name: name for name in ("masked_select", "unique", "unique_consecutive", "equal", "allclose")},
 }
-"""Names for calls that read on the host whatever their arguments are."""
+"""Kinds of calls that read a value on the host for any arguments, by function name."""
 _MAKERS = (
     *("zeros", "ones", "empty", "full", "eye", "tensor", "as_tensor", "arange", "linspace", "logspace"),
     *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "normal"),
@@ -101,10 +101,10 @@ class Calls:
 
 
 class CallTrace(TorchFunctionMode):
-    """Records calls that cost speed, by place.
+    """Records slow calls by place in the code.
 
-    A call that torch makes inside another counts for the outer one. Only reading a tensor on `device_type`
-    makes the host wait. Cost: about 2 us per call.
+    Calls that torch makes internally count as part of the outer call. Only reads of tensors on `device_type`
+    make the host wait. Cost: about 2 us per call.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -120,7 +120,7 @@ class CallTrace(TorchFunctionMode):
         self.arithmetic: defaultdict[str, Calls] = defaultdict(Calls)
         """Operations on float tensors of more than one element."""
         self.with_gradients: str | None = None
-        """The first place of an operation that records gradients."""
+        """The place of the first operation that records gradients."""
         self.current: tuple[str, Any, dict[str, Any]] = ("", (), {})
         """The running call: name, arguments and keywords."""
 
@@ -156,7 +156,7 @@ class CallTrace(TorchFunctionMode):
         return result
 
     def _read(self, name: str, args: Any, kwargs: dict[str, Any]) -> str | None:
-        """Return the kind of value that a call reads on the host; None if everything stays on the device."""
+        """Return the kind of read if a call reads a device tensor on the host; None otherwise."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device.type != self._device_type:
             return None
@@ -181,9 +181,9 @@ class CallTrace(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_syncs() -> Iterator[dict[str, int]]:
-    """Count by place the calls that make the host wait for a CUDA device, by torch's sync debug mode.
+    """Count the calls at each place that make the host wait for a CUDA device, using torch's sync debug mode.
 
-    It also sees waits inside torch's kernels, but not how long they take.
+    This includes waits inside torch's operators, but not their duration.
     """
     found: defaultdict[str, int] = defaultdict(int)
     before = torch.cuda.get_sync_debug_mode()
@@ -206,24 +206,24 @@ _CARRIERS = (
     *("view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze"),
     *("clone", "_to_copy", "detach", "alias", "contiguous", "slice", "select", "as_strided"),
 )
-"""Operators whose result has the values of their first argument."""
+"""Operators that return the values of their first argument."""
 _ELEMENTWISE = (
     *("mul", "div", "add", "sub", "masked_fill", "where", "native_dropout"),
     *("mul_", "div_", "add_", "sub_", "masked_fill_"),
 )
 _SAMPLED = 4096
-"""Number of values by which a formula is recognized."""
+"""Number of values used to recognize a formula."""
 
 
 @dataclass(eq=False)
 class AttentionWeights:
-    """The result of one softmax of products, and its use."""
+    """A softmax of products of activations, and how its result is used."""
 
     place: str
     weighs: bool = False
-    """It was multiplied with the values of attention."""
+    """Whether it is multiplied by the values of attention."""
     elsewhere: bool = False
-    """Another operator has read it."""
+    """Whether another operator reads it."""
 
 
 class OperatorTrace(DispatchMode):
@@ -295,7 +295,7 @@ class OperatorTrace(DispatchMode):
 
 
 def _gelu_of(factor: Tensor, product: Tensor) -> str | None:
-    """Return `none` or `tanh` if a product is that GELU of its factor, up to constants before or after it."""
+    """Return the `approximate` argument if a product is a GELU of its factor, up to constant factors."""
     factor, product = (tensor.detach().flatten()[:_SAMPLED].float() for tensor in (factor, product))
     # GELU differs clearly from its inputs only below 0.
     if factor.shape != product.shape or not bool((factor < -0.1).any()):

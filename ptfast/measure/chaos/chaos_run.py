@@ -32,9 +32,9 @@ EXIT_DIFFERENT = SavedStateError.exit_code
 LEAST_LIMIT_S, LIMIT_FACTOR = 120.0, 3.0
 """Time limit of an attempt: this many times the undisturbed run, and at least this many seconds."""
 _FREE = ("samples_per_s", "step_s", "timed_steps", "timed_samples", "timed_s", "peak_memory_bytes", *USAGE)
-"""Metrics of the clock and the machine."""
+"""Metrics that depend on time or the machine, and may differ."""
 TOLERANCE = 1e-6
-"""Relative, for training losses of several ranks: an interruption changes the order of their sums."""
+"""Relative tolerance of training losses on several ranks: interruptions change the order of their sums."""
 _SUMS = {
     *("loss", "window_loss", "epoch_loss", "best_value"),
     *("recent_losses", "best_states", "largest_spike", "best_figures"),
@@ -42,7 +42,7 @@ _SUMS = {
 
 
 def chaos(config: Config, words: Sequence[str], *, num_kills: int, seed: int, out: Path | None) -> int:
-    """Compare a run killed again and again with an undisturbed one; return 0 if they are equal, else 6."""
+    """Compare a repeatedly killed run with an undisturbed one; return 0 if they are equal, else 6."""
     check_new(out)
     for argument in parse(words):
         if argument.key in ("run.dir", "run.resume", "run.name"):
@@ -78,7 +78,7 @@ class ChaosTest:
     folder: Path
     kills: list[Kill] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
-    """`kills` are the numbers of the kills in an attempt; an attempt that hung has exit code None."""
+    """Results of each attempt: `kills` has the indices of its kills; `exit_code` is None if it hung."""
     failure: str | None = None
     """Why the killed run did not finish."""
 
@@ -92,7 +92,7 @@ class ChaosTest:
         return read_records(self.folder / STRIKES, dict[str, Any])
 
     def train_undisturbed(self) -> None:
-        """Train without a kill."""
+        """Train without kills."""
         with terminal_display().status("training without interruption"):
             attempt = self._train(self.whole, [], None)
         if attempt["exit_code"]:
@@ -102,7 +102,7 @@ class ChaosTest:
 
     def train_under_kills(self) -> None:
         """Resume until the run finishes, an attempt hangs, or an attempt fails without a kill."""
-        # A run on a busy machine may choose fewer threads, which changes the order of sums.
+        # Fix the number of threads: a run on a busy machine may choose fewer and change the order of sums.
         threads = read_choices(self.whole).get("backend.threads")
         words = [f"backend.threads={threads.value}"] if threads is not None else []
         words.append("run.resume=auto")
@@ -155,7 +155,7 @@ class ChaosTest:
 
 
 def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[list[str], list[str]]:
-    """Return the differences between two runs, and, with `tolerates`, training losses that nearly agree."""
+    """Return the differences between two runs and, with `tolerates`, the nearly equal training losses."""
     states = [read_checkpoint(run / "saved" / "last") for run in (left, right)]
     logs = [read_records(run / METRICS_FILE) for run in (left, right)]
     close: list[str] | None = [] if tolerates else None
@@ -173,7 +173,7 @@ def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[l
 
 
 def differences(left: Any, right: Any, place: str, close: list[str] | None = None) -> Iterator[str]:
-    """Yield where two nested structures differ in any bit; collect nearly equal sums of losses in `close`."""
+    """Yield bitwise differences between nested structures; collect nearly equal sums of losses in `close`."""
     left, right = whole(left), whole(right)
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if (left.dtype, left.shape) != (right.dtype, right.shape):

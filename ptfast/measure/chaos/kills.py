@@ -1,6 +1,6 @@
-"""Kills of a run: drawn from a seed, and delivered by this module, run as a program in place of `ptfast`.
+"""Draw kills of a run from a seed, and deliver them when this module runs in place of `ptfast`.
 
-Ordinary runs never load it.
+Ordinary runs never import it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ptfast.core.run_directory import read_json, write_json
 
 MODULE = "ptfast.measure.chaos.kills"
 VARIABLE = "PTFAST_CHAOS"
-"""Environment variable with the folder of the files."""
+"""Environment variable with the folder of the files below."""
 PLAN, STRIKES, SHAPE = "plan.json", "strikes.jsonl", "shape.json"
 _DYING_S = 20.0
-"""How long a process waits to die after it has killed its parent."""
+"""Seconds that a process waits to be terminated after it has killed its parent."""
 MOMENTS = ("start-up", "step", "evaluation", "saving")
-"""In the order in which they occur within one step."""
+"""Moments at which a kill can strike, in their order within a step."""
 _CYCLE = ("step", "saving", "evaluation", "start-up", "step", "saving")
 START_UP_POINTS = ("launched", "building", "built")
 SAVING_POINTS = ("begun", "files written", "in place", "marked as last")
@@ -37,7 +37,7 @@ _UNPUBLISHED = 2  # the first two points leave the previous checkpoint as the ne
 
 @dataclass(frozen=True)
 class RunShape:
-    """The facts about a run that a plan needs."""
+    """Properties of a run from which kills are planned."""
 
     total_steps: int
     save_steps: Sequence[int]
@@ -51,7 +51,7 @@ class RunShape:
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL: at the first matching `moment` and `point` of `rank` from `step` on.
+    """A SIGKILL at the first matching `moment` and `point` of `rank`, at `step` or later.
 
     Its `target` is the `rank`, one of its data workers, or the `launcher`. A start-up kill has no step.
     """
@@ -70,7 +70,7 @@ class Kill:
 
 
 def draw_kills(shape: RunShape, num_kills: int, seed: int) -> list[Kill]:
-    """Draw a plan, in the order of its kills."""
+    """Draw a plan: the kills in order of delivery."""
     draws = random.Random(seed)
     places = sorted(draws.uniform(0, shape.total_steps) for _ in range(num_kills))
     moments = [_CYCLE[number % len(_CYCLE)] for number in range(num_kills)]
@@ -96,11 +96,11 @@ def _draw(shape: RunShape, moment: str, step: int, draws: random.Random) -> Kill
 
 
 def _possible(kill: Kill, after: Kill | None, shape: RunShape) -> Kill:
-    """Return the kill, changed if it, or the one `after` it, could not be delivered."""
+    """Return the kill, changed if needed so that it and the one `after` it can be delivered."""
     if kill.moment == "start-up":
         return replace(kill, step=None)
     if kill.target == "worker" and after is not None and after.moment == "start-up":
-        # A run may survive the death of a worker, and then does not start up again.
+        # If a run survives the death of a worker, it does not start up again.
         return replace(kill, target="rank")
     again = after is not None and (after.moment, after.step) == (kill.moment, kill.step)
     if kill.moment == "saving" and (again or kill.step == shape.total_steps):
@@ -110,14 +110,14 @@ def _possible(kill: Kill, after: Kill | None, shape: RunShape) -> Kill:
 
 
 class Strikes(Callback):
-    """Delivers the kills in order, each after the earlier ones are recorded. A launcher has no rank."""
+    """Delivers the kills in order, each once the earlier ones are recorded; a launcher has rank None."""
 
     def __init__(self, folder: Path, rank: int | None) -> None:
         self._kills = [Kill(**each) for each in json.loads((folder / PLAN).read_text())]
         self._file, self._rank = folder / STRIKES, rank
 
     def at(self, moment: str, step: int | None = None, point: str = "") -> None:
-        """Kill the process that the plan names for this moment of this process."""
+        """Deliver the kills that are due at this moment in this process."""
         while (number := self._file.read_text().count("\n")) < len(self._kills):
             kill = self._kills[number]
             is_here = kill.rank == self._rank or (kill.target == "launcher" and self._rank is None)
@@ -197,7 +197,7 @@ def install(strikes: Strikes, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run `train WORDS...`, or a rank whose first argument is a folder."""
+    """Run `train WORDS...`, or a rank if the first argument is a folder."""
     from ptfast import __main__ as program
 
     folder, is_rank = Path(os.environ[VARIABLE]), sys.argv[1] != "train"

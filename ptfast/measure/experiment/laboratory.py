@@ -28,15 +28,15 @@ class TrialResult:
 
     words: tuple[str, ...]
     time: float = math.nan
-    """Logarithm of seconds per token or sample, without the differences between rounds of its block."""
+    """Log of seconds per token or sample, corrected for differences between rounds of its block."""
     why: str = ""
-    """The reason there is no time, which is `nan` then."""
+    """The reason the trial failed; `time` is then `nan`."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the run: `loss`, `peak_memory_bytes`, `choices`, `times` of each turn, ..."""
+    """Facts about the run: `loss`, `peak_memory_bytes`, `choices`, `times` of each turn, ..."""
 
     @property
     def gave_out(self) -> bool:
-        """Whether memory or time ran out, or the process was killed: such a trial has no error of its own."""
+        """Whether the trial ran out of memory or time, or was killed, rather than raised an error."""
         return bool(self.why) and self.facts.get("code") in (None, NO_MEMORY)
 
     def raise_failure(self) -> None:
@@ -79,15 +79,15 @@ class Laboratory:
     ) -> list[TrialResult]:
         """Build each config once and train two steps; then time it for `timed_s` seconds, if any.
 
-        With the option `asks`, the facts of each also have `data`: properties that decide which loaders make
-        sense. With `spares`, a config fails unless it evaluates and saves with memory to spare.
+        With the option `asks`, the facts of each include `data`: properties that determine which loaders are
+        useful. With `spares`, a config fails unless it evaluates and saves with memory to spare.
         """
         configs, warm_s = [list(words) for words in configs], timed_s / 3
         request = Request(configs, timed_s, self.turn_s, least_turns=2, warm_s=warm_s, **options)
         return self._request(request)
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
-        """Measure a block of configs, a trial each."""
+        """Measure a block of configs, one trial each."""
         start_s = self.left_s
         request = Request(
             [list(words) for words in configs], self.timed_s, self.turn_s, seed=len(self.blocks)
@@ -125,7 +125,7 @@ class Laboratory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # This ends its trials and removes its files.
+        # On SIGTERM, the process ends its trials and removes its files.
         self._process.terminate()
         self._process.join(END_S)
         end_ranks([(self._process, self._connection)])
@@ -135,7 +135,7 @@ BASE = "base"
 
 
 class Comparison:
-    """Configs compared with a base config of the same workload, in blocks that have the base in each.
+    """Compares configs with a base config of the same workload, in blocks that each include the base.
 
     Args:
         base: arguments of the base.
@@ -146,7 +146,7 @@ class Comparison:
         self.words = {**others, BASE: base}
         self.blocks: list[list[tuple[str, TrialResult]]] = []
         self.failed: dict[str, str] = {}
-        """Reasons why trials of configs failed."""
+        """Reasons for failed configs, by name."""
         self._waiting = deque(others)
 
     def measure(

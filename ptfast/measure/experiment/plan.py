@@ -1,7 +1,7 @@
-"""The plan of an experiment whose every run informs every switch, and the estimates from its runs.
+"""The plan of an experiment in which each run informs the estimates of all switches, and the estimates.
 
-Runs come in blocks of four, two fold-over pairs: the second of a pair has every two-level switch the other
-way round. The runs of a block are measured at the same time, so that drift affects all four and cancels.
+Runs come in blocks of four, two fold-over pairs: the second run of a pair flips every two-level switch of
+the first. The runs of a block are measured at the same time, so that drift affects all four and cancels.
 
 Times are logarithms of seconds per token or sample. Errors are computed between processes, because turns of
 one process cannot show them.
@@ -60,7 +60,7 @@ def draw_blocks(
             rng.shuffle(levels)
             alternatives[index] = itertools.cycle(levels)
     while True:
-        # Use one matrix after another, with columns and signs drawn anew.
+        # Each pass uses the matrix with newly drawn columns and signs.
         chosen = rng.sample(range(1, len(matrix)), len(factors))
         flips = [rng.random() < 0.5 for _ in factors]
         rows = list(range(len(matrix)))
@@ -95,10 +95,10 @@ def columns(factors: Sequence[Factor]) -> list[tuple[int, int]]:
 
 
 def blocks_to_tell_apart(factors: Sequence[Factor]) -> int:
-    """Return how many blocks a plan needs to estimate all effects together, with their error.
+    """Return the number of blocks that a plan needs to estimate all effects jointly, with their errors.
 
-    A block has three comparisons; fold-over pairs leave two of them to switches of two levels. A whole matrix
-    separates all of these, and so does part of one with two blocks to spare.
+    A block has three comparisons; fold-over pairs leave two of them for two-level switches. A whole matrix
+    separates all of these switches, and so does a part of one with two extra blocks.
     """
     num_switches = sum(len(factor.levels) == 2 for factor in factors)
     of_switches = min(math.ceil(num_switches / 2) + 2, len(hadamard(len(factors) + 1)) // 2)
@@ -106,7 +106,7 @@ def blocks_to_tell_apart(factors: Sequence[Factor]) -> int:
 
 
 def separable(factors: Sequence[Factor], num_blocks: float) -> list[Factor]:
-    """Return the first factors, at least one, whose effects so many blocks can estimate together."""
+    """Return the first factors, at least one, whose effects `num_blocks` can estimate jointly."""
     count = len(factors)
     while count > 1 and blocks_to_tell_apart(factors[:count]) > num_blocks:
         count -= 1
@@ -114,9 +114,9 @@ def separable(factors: Sequence[Factor], num_blocks: float) -> list[Factor]:
 
 
 def hadamard(least: int) -> NDArray[np.int64]:
-    """Return the smallest Hadamard matrix with at least `least` rows that two constructions give.
+    """Return the smallest Hadamard matrix with at least `least` rows from two constructions.
 
-    They are Paley's, for sizes q + 1 with q a prime of the form 4k + 3, and Sylvester's doubling of these.
+    Paley's gives sizes q + 1 for primes q of the form 4k + 3; Sylvester's doubles a matrix.
     """
     sizes = (
         (2**doublings * base, base)
@@ -145,7 +145,7 @@ class Fit:
     """The estimated effects of a plan."""
 
     effects: list[Effect | None]
-    """One for each level, in the order of `columns`; None where the runs cannot separate it from others."""
+    """One for each level, in the order of `columns`; None if the runs cannot separate it from others."""
     shrunk: list[float]
     """Expected log ratios: the effects, corrected for selection bias."""
     residual_sd: float
@@ -165,17 +165,17 @@ def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def fit(factors: Sequence[Factor], blocks: Sequence[Block], times: Sequence[Sequence[float]]) -> Fit:
-    """Estimate the effect of each level of each factor, all together.
+    """Estimate the effects of all levels of all factors jointly.
 
     Runs are assigned at random, so a disturbed process only widens the intervals of least squares. Huber's
-    estimator keeps them narrow, but covers the truth only if half of the runs are left for the error.
+    estimator keeps them narrow, but is reliable only if half of the runs are left for the error.
 
     Args:
         times: log times of the runs of each block; `nan` for a failed run.
     """
     rows, values, num_blocks = [np.zeros((0, len(columns(factors))))], [np.zeros(0)], 0
     for block, block_times in zip(blocks, times, strict=True):
-        # 1 for the level above 0 that each factor has in a run; the block's means are subtracted.
+        # Levels above 0 are one-hot encoded; the means of the block are subtracted below.
         levels = np.array([[float(run[i] == level) for i, level in columns(factors)] for run in block])
         there, logs = np.isfinite(block_times), np.asarray(block_times)
         if there.any():
@@ -184,7 +184,7 @@ def fit(factors: Sequence[Factor], blocks: Sequence[Block], times: Sequence[Sequ
             values.append(logs[there] - logs[there].mean())
     design, found = np.concatenate(rows), np.concatenate(values)
     inverse = np.linalg.pinv(design)
-    # A level whose column is a mix of others has no estimate.
+    # A level whose column is a linear combination of others has no estimate.
     known = np.isclose(np.diag(inverse @ design), 1)
     dof = len(design) - num_blocks - (int(np.linalg.matrix_rank(design)) if design.size else 0)
     slopes, sd = inverse @ found, math.inf
@@ -214,9 +214,9 @@ def compare(base: Name, blocks: Sequence[Sequence[tuple[Name, float]]]) -> tuple
 
 
 def shrink(effects: Sequence[Effect | None]) -> list[float]:
-    """Return the expected log ratios of effects, because the best estimates are partly lucky.
+    """Return the expected log ratios of effects: estimates shrunk toward 0, as the best are partly lucky.
 
-    Empirical Bayes: true log ratios are normal around 0, with the variance that errors leave unexplained.
+    Empirical Bayes: true log ratios are normal around 0, with the variance not explained by errors.
     """
     known = [effect for effect in effects if effect is not None]
     if not known:
@@ -229,7 +229,7 @@ def shrink(effects: Sequence[Effect | None]) -> list[float]:
 
 
 def _huber(design: Floats, values: Floats, dof: float) -> tuple[Floats, float]:
-    """Return the slopes by Huber's estimator, which trusts outliers less, and the error's deviation."""
+    """Return the slopes by Huber's estimator, which downweights outliers, and the error's deviation."""
     slopes, distances, limit = np.zeros(design.shape[1]), np.zeros(len(values)), 1.0
     for _ in range(_ITERATIONS):
         root = np.sqrt(limit / np.maximum(distances, limit))

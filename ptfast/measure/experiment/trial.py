@@ -60,24 +60,24 @@ ENDLESS = 2**31
 REST_S = 1.0
 """Longest wait for data workers, between segments."""
 LONG_TURN_S = 0.25
-"""Shortest turn where batches are prefetched, or several processes or a GPU must synchronize."""
+"""Shortest turn if batches are prefetched, or several processes or a GPU must synchronize."""
 SPARE = 0.05
 """Fraction of the memory limit that must stay free."""
 SHORT_S = 0.05
-"""Steps up to this length are preceded by one that warms the caches, which went cold while idle."""
+"""Steps up to this length are preceded by an untimed one, because caches went cold while idle."""
 
 
 def start_ranks(target: Callable[..., None], world_size: int, method: str, *arguments: Any) -> Processes:
-    """Start processes that end with this one, and that Ctrl-C reaches only through this one.
+    """Start processes that end with this one and ignore Ctrl-C themselves.
 
-    They call `target` with a connection, its rendezvous (None if it is alone) and `arguments`.
+    Each calls `target` with a connection, its rendezvous (None for a single rank) and `arguments`.
     """
     context: Any = multiprocessing.get_context(method)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks: Processes = []
-    # The child unblocks signals as it starts; children inherit blocked ones.
+    # Starting the tracker unblocks SIGINT, so it comes first; ranks then inherit the blocked signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -108,7 +108,7 @@ def end_ranks(ranks: Processes) -> None:
 
 
 def join(rendezvous: Rendezvous | None, config: Config) -> Ranks:
-    """Join the ranks of this process's trial in a process group."""
+    """Join the process group of this trial, and return its `Ranks`."""
     if rendezvous is None:
         return Ranks()
     rank, size, port = rendezvous
@@ -121,10 +121,10 @@ def join(rendezvous: Rendezvous | None, config: Config) -> Ranks:
 
 @contextmanager
 def memory_to_spare(device: torch.device, before: int) -> Iterator[None]:
-    """Run the code inside with slightly less memory than there is, or raise MemoryError.
+    """Raise MemoryError unless the code inside this context fits with memory to spare.
 
     GPU memory, or address space under `ulimit`, is reserved meanwhile. A machine or a container counts pages
-    only when they are written, so their peak, minus the amount used `before`, is compared afterwards.
+    only when they are written, so the peak, minus the amount used `before`, is compared afterwards.
     """
     limit, name = memory_limit(device.type)
     spare = int(SPARE * limit)
@@ -140,7 +140,7 @@ def memory_to_spare(device: torch.device, before: int) -> Iterator[None]:
 
 
 class Segments:
-    """A run that trains in segments; it evaluates, saves and logs nothing."""
+    """A run that trains in segments, without evaluating, saving or logging."""
 
     def __init__(
         self, config: Config, folder: Path, ranks: Ranks, data: Data | None, display: Display
@@ -160,7 +160,7 @@ class Segments:
         self._is_alone = run.device.type == "cpu" and run.ranks.world_size == 1
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
         self._batches = self._counted(run.clock.waiting(batches))
-        # Steps whose batches may be prefetched already when a segment begins.
+        # The number of steps whose batches may already be prefetched when a segment begins.
         per_rank = max(1, run.micro_batches // run.ranks.world_size)
         self._prefetched_steps = -(-run.train_loader.workers * config.dataloader.prefetch // per_rank)
         kinds = [type(module) for module in run.model.modules()]
@@ -186,7 +186,7 @@ class Segments:
         The mean loss of the first two steps distinguishes runs that train differently.
         """
         begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
-        # This step compiles.
+        # The first step compiles.
         self._batches = self.trainer.warm_up(self._batches)
         while True:
             start_s = time.perf_counter()
@@ -212,7 +212,7 @@ class Segments:
         }
 
     def train(self, num_steps: int, lead_steps: int) -> dict[str, Any]:
-        """Return metrics of `num_steps` of training, after untimed lead steps."""
+        """Train `num_steps` steps after untimed lead steps, and return their metrics."""
         run, progress, clock = self.run, self.run.progress, self.run.clock
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
@@ -251,7 +251,7 @@ class Segments:
         return {}
 
     def describe_data(self) -> dict[str, Any]:
-        """Return the properties of the training data that decide which loaders make sense."""
+        """Return the properties of the training data that determine which loaders are useful."""
         train = (self._data or load_data(self._config)).train
         streams = isinstance(train, IterableSource)
         facts = {
@@ -268,7 +268,7 @@ class Segments:
         return {"data": facts}
 
     def take(self, num_steps: int) -> float:
-        """Train some steps and return their mean loss, waiting for the device."""
+        """Train `num_steps` steps, wait for the device, and return the mean loss."""
         losses = self.trainer.losses
         losses.clear()
         self.trainer.train(self._batches, self.run.progress.step + num_steps)
@@ -290,7 +290,7 @@ class Segments:
             time.sleep(0.02)
 
     def _counted(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Yield the same batches; where texts are padded, count their real tokens on the device."""
+        """Yield the batches unchanged; if texts are padded, count their real tokens on the device."""
         pad_id = self.run.info.pad_id
         counts = self.run.info.kind == "text" and pad_id is not None
         for batch in batches:
@@ -304,7 +304,7 @@ class Segments:
 
 
 def mean_over_ranks(value: float, run: Run) -> float:
-    """Return the mean of a positive number over ranks, so that all ranks decide alike."""
+    """Return the mean of a positive number over ranks, so that all ranks make the same decision."""
     if run.ranks.world_size == 1:
         return max(value, 1e-6)
     return max(begin_sums([value], run.device, run.ranks).read()[0] / run.ranks.world_size, 1e-6)

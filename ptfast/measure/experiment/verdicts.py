@@ -15,13 +15,13 @@ Verdict = Literal["faster", "slower", "no difference", "cannot tell", "not appli
 EQUAL = 0.02
 """Variants whose times differ by at most this fraction count as equal."""
 ALPHA = 0.05
-"""Error probability of a family of verdicts as a whole."""
+"""Probability of any error in a family of verdicts."""
 _GRID = 20_001
 
 
 @dataclass(frozen=True)
 class Effect:
-    """How much faster the second of two variants is, as the logarithm of a ratio of times."""
+    """The speed-up of the second of two variants over the first, as the log of a ratio of times."""
 
     log_ratio: float
     """Above 0 if the second one is faster."""

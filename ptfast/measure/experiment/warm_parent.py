@@ -66,7 +66,7 @@ class Request:
     configs: list[list[str]]
     """Command-line arguments of each trial."""
     timed_s: float = 0.7
-    """Seconds of timed training, in at least `least_turns` turns, there and back; 0 for no timing."""
+    """Seconds of timed training, in at least `least_turns` turns in alternating order; 0 for no timing."""
     turn_s: float = 0.05
     """Seconds of a turn, at least one step; shorter turns cancel changes of the machine's speed better."""
     least_turns: int = LEAST_TURNS
@@ -82,10 +82,7 @@ class Request:
 def _ask(
     trials: dict[int, Processes], found: list[dict[str, Any]], index: int, method: str, *arguments: float
 ) -> None:
-    """Add the answer of a trial's first rank to its results; if a rank has failed, end the trial.
-
-    `error` has the reason then.
-    """
+    """Add the first rank's answer to a trial's results; if a rank failed, note `error` and end the trial."""
     for _, connection in trials[index]:
         # A failed rank has already answered.
         with contextlib.suppress(ConnectionError):
@@ -114,7 +111,7 @@ def _ask(
 
 
 def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Plan the turns of warm trials: on the same batches if their speeds are alike, else equally long.
+    """Plan the turns of warm trials: on the same batches if their speeds are similar, else of equal duration.
 
     Returns:
         For each trial, the steps in a turn, the untimed steps before those, and the untimed steps before the
@@ -179,7 +176,7 @@ class WarmParent:
         self._num_trials += 1
         folder = self.folder / f"trial-{self._num_trials}"
         folder.mkdir()
-        # Garbage collection in the child would write to every page that exists, and so copy it.
+        # Garbage collection in the child would write to every inherited page, and so copy it.
         gc.freeze()
         how = "fork" if forks else "spawn"
         return start_ranks(_train_on_request, world_size, how, config, data, folder, seed)
@@ -235,11 +232,11 @@ def _train_on_request(
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """Return the error of a trial: a clause, its code, and the line and exit code a run would end with."""
+    """Return the facts of a failed trial: the error, its code, and the error line and exit code of a run."""
     known = error.error if isinstance(error, ReportedError) else error
     code, clause = type(error).__name__, one_line(text_of(error))
     if isinstance(known, PtfastError):
-        # The place of its key does not exist in a trial's config.
+        # Drop the place of the key, which does not exist in a trial's config.
         code, clause = known.code, str(known.changed(place=None))
     if is_memory_error(error):
         code, clause = NO_MEMORY, "ran out of memory"
@@ -250,7 +247,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 def serve(connection: Connection, rendezvous: Rendezvous | None) -> None:
     """Measure the blocks requested over a connection, until the other side closes it."""
-    # Processes and files are cleaned up even in the middle of a block.
+    # Exit through `finally` on these signals, so that processes and files are cleaned up within a block.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit())
     # Use no thread pool: its threads would not survive a fork.

@@ -1,4 +1,4 @@
-"""`ptfast find batch`: find the batch size with the highest throughput, seldom the largest that fits."""
+"""`ptfast find batch`: find the batch size with the highest throughput, rarely the largest that fits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ptfast.report.terminal.display import say, table
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
 TIE = 0.02
-"""Sizes whose throughputs differ by less count as equally fast."""
+"""Sizes whose throughputs differ by a smaller fraction count as equally fast."""
 FINALISTS, ROUNDS = 3, 3
 """This many of the best sizes are measured this many times, in turns."""
 TURNS = 4
-"""Number of timed turns; the median counts, so a neighbor's burst spoils only one of them."""
+"""Number of timed turns; their median is used, so a burst of other load spoils only one."""
 LOSES = 0.9
 """Fraction of the best throughput below which a size has lost; after two in a row the search stops."""
 
@@ -87,7 +87,7 @@ class BatchSearch:
 
     @property
     def limit(self) -> str:
-        """Name of the memory limit, and the limit in bytes."""
+        """The memory limit, with its name."""
         limit, name = memory_limit(self.config.device)
         return f"{name} leaves {num_bytes(limit)}"
 
@@ -100,7 +100,7 @@ class BatchSearch:
         return max(size // self.micro_batches, 1) * self.micro_batches
 
     def ascend(self, first: int, largest: int) -> None:
-        """Double the size until it does not fit, or twice in a row loses or does not suit the data."""
+        """Double the size until it does not fit, does not suit the data, or loses twice in a row."""
         size, lost = first, 0
         while size <= largest and self.too_large is None and lost < 2:
             if self.seen and max(self.rejected, default=0) > max(self.seen):
@@ -114,7 +114,7 @@ class BatchSearch:
             size *= 4
 
     def refine(self, smallest: int, largest: int) -> None:
-        """Try sizes next to the best, then measure the best of all again, in turns."""
+        """Try sizes next to the best, then measure the finalists again, in turns."""
         best = self.best()
         neighbors = {self.multiple(round(best * factor)) for factor in (0.75, 1.5)}
         limit = self.too_large["size"] if self.too_large else largest + 1
@@ -125,9 +125,9 @@ class BatchSearch:
             self.measure((ROUNDS - 1) * leaders)
 
     def confirm(self) -> int | None:
-        """Return the best size that also evaluates and saves with memory to spare; None if there is none.
+        """Return the best size that also evaluates and saves with memory to spare; None if no size does.
 
-        Tested only if the search met a memory limit: a size that barely fits once may fail another time.
+        This is tested only if the search hit a memory limit: a size that barely fits may fail later.
         """
         while self.seen:
             size = self.best()
@@ -141,7 +141,7 @@ class BatchSearch:
     def measure(self, sizes: Sequence[int], *, spares: bool = False) -> None:
         """Measure `sizes` in turn, each in a separate process, up to the first that does not fit.
 
-        With `spares`, a size also evaluates, saves and trains on while some memory is reserved.
+        With `spares`, each size must also evaluate, save and train on while some memory is reserved.
         """
         with Laboratory(budget_s=math.inf, turn_s=self.seconds / TURNS) as laboratory:
             for size in sizes:
@@ -177,7 +177,7 @@ class BatchSearch:
         return fits
 
     def best(self) -> int:
-        """Return the fastest size; among equals the smallest, which takes more steps."""
+        """Return the fastest size; among equally fast ones the smallest, which takes more steps."""
         least = (1 - TIE) * max(map(self.median, self.seen))
         return min(size for size in self.seen if self.median(size) >= least)
 

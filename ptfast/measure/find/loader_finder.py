@@ -27,9 +27,9 @@ LEAST_LIMIT = 16
 CLOSE = 0.03
 """Loaders that differ by at most this fraction are equally fast."""
 NOTHING = 0.02
-"""A share of waiting time below this is not worth saving."""
+"""Smallest share of waiting time that is worth reducing."""
 FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
-"""This many of the fastest, within this fraction of the best, are measured in this many common blocks."""
+"""Number of the fastest loaders, within this fraction of the best, to compare in this many blocks."""
 DECODE_ALL_S = 60.0
 """Longest time allowed to decode everything once."""
 TURNS = 4
@@ -153,7 +153,7 @@ class LoaderSearch:
                 f"without workers, {share:.1%} of the time goes to reading, so no loader can save more"
             )
         for _ in range(ROUNDS - 1):
-            # Two at least: their common blocks show how much processes of one loader differ.
+            # At least two: their common blocks show the variation between processes of one loader.
             ranked = enumerate(self.ratios(self.best).items())
             near = [loader for rank, (loader, ratio) in ranked if ratio >= NEAR or rank < 2]
             self._measure_block(near[:FINALISTS])
@@ -162,11 +162,11 @@ class LoaderSearch:
             self.notes.append(f"workers per rank, for {world_size} ranks; samples over all ranks")
 
     def workers(self, count: int) -> LoaderSetup:
-        """Return a setup with `count` workers; for 0, this process reads."""
+        """Return a setup with `count` workers, or without workers if it is 0."""
         return LoaderSetup("workers", count) if count else PLAIN
 
     def measure(self, *loaders: LoaderSetup) -> None:
-        """Measure those loaders that have no measurement yet."""
+        """Measure the loaders that have not been measured yet."""
         fresh = [one for one in dict.fromkeys(loaders) if one not in self.seen and one not in self.failed]
         while fresh:
             base = [self.best] if self.blocks else []
@@ -197,12 +197,12 @@ class LoaderSearch:
         return compare(base, [[(one, run.time) for one, run in block] for block in self.blocks])[0]
 
     def ratios(self, base: LoaderSetup) -> dict[LoaderSetup, float]:
-        """Return the throughput of loaders as a multiple of that of `base`, the fastest first."""
+        """Return the throughput of loaders relative to `base`, the fastest first."""
         found = {base: 1.0} | {loader: effect.ratio for loader, effect in self.effects(base).items()}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def choose(self) -> LoaderSetup:
-        """Among the fastest, return the loader with the fewest processes, then the least memory."""
+        """Return the loader with the fewest processes, then the least memory, among the fastest."""
         ratios = self.ratios(self.best)
         close = [loader for loader in self.seen if ratios.get(loader, 0.0) >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, self.median(one, "memory_bytes")))
@@ -240,13 +240,13 @@ class LoaderSearch:
                 return
 
     def _has_room(self, count: int) -> bool:
-        """Return False if the workers would need more memory than is free, judging by earlier ones."""
+        """Return True if `count` workers fit in free memory, judging by the workers measured so far."""
         plain = self.median(PLAIN, "memory_bytes")
         of_one = [
             (self.median(one, "memory_bytes") - plain) / one.workers for one in self.seen if one.workers
         ]
         added = count * max([0.0, *of_one])
-        # The smaller counts of a block run at the same time.
+        # The other loaders of a block, with fewer workers, run at the same time.
         if plain + 2 * added <= (free := available_memory()):
             return True
         taken = num_bytes(plain + added)
@@ -254,7 +254,7 @@ class LoaderSearch:
         return False
 
     def _refine(self) -> None:
-        """Try the numbers of workers between those measured."""
+        """Try worker counts between those already measured."""
         between = sorted({round(self.choose().workers * factor) for factor in (0.75, 1.5)})
         self.measure(*(self.workers(count) for count in between if 0 < count <= self.most))
         if self.choose().workers == self.most and not self.data["num_shards"]:

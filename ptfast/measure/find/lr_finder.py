@@ -67,7 +67,7 @@ def find_lr(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Run the test and the trials, show the curve, write metrics and, if asked for, a recipe.
+    """Run the range test and the trials, show the curve, and write the results and, if requested, a recipe.
 
     Args:
         lowest, highest: learning rates of the first and the last step.
@@ -75,7 +75,7 @@ def find_lr(
         trial_steps: optimizer steps of each trial at one learning rate.
 
     Returns:
-        0, or 8 if training fails at every learning rate; the metrics are written in both cases.
+        0, or 8 if training fails at every learning rate; the results are written in both cases.
     """
     if not 0 < lowest < highest:
         what = f"does not lie between 0 and --to {highest:g}"
@@ -94,7 +94,7 @@ def find_lr(
         say(f"ptfast: {what}. Check labels, loss and inputs; {hint}", sys.stderr)
         return EXIT_FINDINGS
     if write is not None:
-        # A learning rate for a reference batch is scaled to the batch again.
+        # Undo the scaling to the batch size, because training scales the learning rate again.
         lr = float(f"{chosen / facts['lr_scale']:.3g}")
         comment = [f"Learning rate {lr:g} for {name}, found by ptfast find lr"]
         comment += [f"Best of {len(facts['trials'])} trials of {trial_steps} steps, one learning rate each."]
@@ -105,7 +105,7 @@ def find_lr(
 def measure(
     config: Config, *, lowest: float, highest: float, num_steps: int, trial_steps: int
 ) -> dict[str, Any]:
-    """Run the test and the trials in this process, with the same micro-batches as on all ranks."""
+    """Run the range test and the trials in this process, with the same micro-batches as on all ranks."""
     if config.parallel.strategy != "single":
         micro_batches = config.micro_batches or resolve_world_size(config) * config.gradients.accumulate
         gradients = config.gradients.model_copy(update={"accumulate": 1})
@@ -156,7 +156,7 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
 
 def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     """Train one step at each learning rate until the loss diverges, then restore the run."""
-    # Inputs that grow during training have their full size in the last steps.
+    # Train as in the last steps, where inputs that grow during training have their full size.
     first = max(run.total_steps - len(lrs), 0) if run.choices.get("curriculum") else 0
     taken, losses, means = list[float](), list[float](), list[float]()
     total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "range"
@@ -190,7 +190,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
             means.append(total / weight)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
             low, now = min(means), means[-1]
-            # Near 0, four times the lowest loss is very little.
+            # Near 0, even four times the lowest loss is a small change.
             if step >= START_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
                 ended = "diverged"
                 break
@@ -226,9 +226,9 @@ def preserving_state(run: Run) -> Iterator[None]:
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Return two-sided exponential means, which do not lag behind like running means.
+    """Return two-sided exponential means of losses, which do not lag like running means.
 
-    The curve ends before the first loss far above those of the start, which would hide its neighbors.
+    The curve ends before the first loss far above the first losses, because it would dominate its neighbors.
     """
     limit = EXPLODED * statistics.median(losses[:START_STEPS])
     steps = range(START_STEPS, len(losses))
@@ -252,10 +252,10 @@ def start_lr(lrs: Sequence[float], smoothed: Sequence[float]) -> float | None:
 def run_trials(
     run: Run, start: float, *, lowest: float, highest: float, num_steps: int
 ) -> dict[float, float]:
-    """Return losses of short runs at single learning rates, from `start` on until both neighbors are worse.
+    """Return losses of short runs by learning rate, searching from `start` until both neighbors are worse.
 
-    A range test, whose model was trained at lower learning rates, finds the factor of ten; trials on the same
-    batches resolve small differences. A loss that diverged is infinite. The run is restored afterwards.
+    A range test, whose model was trained at lower rates first, finds the order of magnitude; trials on the
+    same batches resolve small differences. Diverged losses are infinite. The run is restored afterwards.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """
@@ -277,7 +277,7 @@ def descend(
 ) -> dict[float, float]:
     """Return losses by learning rate, from `start` toward the better neighbor until none is better."""
     losses = {start: loss_at(start)}
-    # Learning rates above one that diverges are not tried.
+    # If a learning rate diverges, do not try higher ones.
     for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
         here = start
         while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:

@@ -62,7 +62,7 @@ class RunFiles:
         return curves
 
     def metrics(self, split: str) -> dict[str, Any]:
-        """Return the metrics of `best`, a split or an evaluation set: the summary's, or else the last record's."""
+        """Return metrics of `best`, a split or an evaluation set, from the summary or the last record."""
         in_summary = {**self.summary, **self.summary.get("evals", {})}.get(split)
         if isinstance(in_summary, dict) and in_summary:
             return in_summary
