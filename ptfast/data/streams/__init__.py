@@ -1,1 +1,1 @@
-"""Data that is read in order and has no index: data workers, shards, and agreement between ranks."""
+"""Sequential data without an index: data workers, shards, and agreement between ranks."""

@@ -1,4 +1,4 @@
-"""Iterable data of unknown length: read pass after pass, by one data worker or shared out over several."""
+"""Iterable data of unknown length: read pass after pass, by one data worker or split over several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Sharing = Literal["none", "workers", "ranks"]
 
 @dataclass(frozen=True)
 class DataWorker:
-    """One of the processes that read a dataset together: a worker of a rank."""
+    """One of the data workers of all ranks that read a dataset together."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,7 +36,7 @@ class DataWorker:
 
     @property
     def index(self) -> int:
-        """Number among the `count` data workers of all ranks."""
+        """Index among the `count` data workers of all ranks."""
         return self.rank * self.num_workers + self.worker
 
     @property
@@ -45,41 +45,41 @@ class DataWorker:
 
 
 class IterableSource(BaseSource):
-    """A torch `IterableDataset`: samples one after another, again from the start when it ends.
+    """A torch `IterableDataset`, read sequentially and restarted when it ends.
 
-    The dataset decides who reads what:
+    The dataset decides which process reads which samples:
 
-    - One that asks `torch.utils.data.get_worker_info()` shares itself out: it sees every reading process of
-      every rank as a worker of its own, so that no two read the same.
-    - One with an attribute `shared_by = "ranks"` splits itself over the ranks already, and
-      `get_worker_info()` names the workers of its rank only.
-    - Any other yields everything wherever it is read; each process keeps its part. `shared_by = "none"` marks
-      a dataset of this kind that asks nevertheless.
+    - A dataset that calls `torch.utils.data.get_worker_info()` splits itself: it sees the data workers of all
+      ranks as its workers, so that no two read the same samples.
+    - A dataset with an attribute `shared_by = "ranks"` already splits itself over ranks, and
+      `get_worker_info()` describes only the workers of its rank.
+    - Any other yields everything in every process, which keeps its part. `shared_by = "none"` marks such a
+      dataset that calls `get_worker_info()` nevertheless.
 
-    Draws from the global generators (torch, numpy, random) are seeded by pass and data worker; those that
-    the dataset has by the pass alone, because an order of its own must be that of all of them. A method
-    `set_epoch` receives the number of the pass. State that the dataset itself carries from one pass to the
-    next is not restored when a run resumes.
+    The global generators (torch, numpy, random) are seeded by pass and data worker; the dataset's own
+    generators by the pass alone, so that all data workers draw the same order. A method `set_epoch` receives
+    the number of the pass. State that the dataset carries from one pass to the next is not restored when a
+    run resumes.
     """
 
     ignores_labels = True
     shares_batches = False
-    """Samples cost little until they are made a batch: processes that read all of them share the work."""
+    """Samples are cheap until they are batched: processes that all read the stream split the batching."""
 
     def __init__(self, dataset: IterableDataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate_of(dataset, collate)
         self.class_name = type(dataset).__name__
         self.is_guessed = not hasattr(dataset, "shared_by")
-        """The dataset does not say itself who shares it out."""
+        """Whether the dataset does not state who splits it."""
         self.shuffle_buffer: int | None = None
-        """Samples among which the next is drawn; None leaves them in their order."""
+        """Size of the buffer from which the next sample is drawn; None keeps the order."""
         stated = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
         self.num_shards = next((number for number in stated if isinstance(number, int)), None)
-        """The most data workers that the dataset can be shared out over; None if it does not say."""
+        """Maximum number of data workers that the dataset can be split over; None if not stated."""
 
     @property
     def shared_by(self) -> Sharing:
-        """Who shares the dataset out: its `workers`, its `ranks`, or `none` of them.
+        """Over what the dataset splits itself: `workers`, `ranks`, or `none`.
 
         Raises:
             DataError: D008 if it states something else.
@@ -94,13 +94,13 @@ class IterableSource(BaseSource):
         return cast(Sharing, stated)
 
     def workers_at_most(self, wanted: int, world_size: int) -> int:
-        """Data workers of each rank: `wanted`, or as many as the dataset can be shared out over."""
+        """Return the data workers per rank: `wanted`, or as many as the dataset can be split over."""
         if self.shared_by == "none" or self.num_shards is None:
             return wanted
         return min(wanted, self.num_shards // world_size)
 
     def read(self, epoch: int, worker: DataWorker = DataWorker()) -> Iterator[Any]:
-        """One pass over the samples of `worker`; advance it inside `OwnGenerators.in_place`, `as_worker`."""
+        """Yield a pass of `worker`'s samples; advance it inside `OwnGenerators.in_place` and `as_worker`."""
         several = (worker.index,) if worker.count > 1 else ()
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
         with as_data_errors(self.dataset):
@@ -114,7 +114,7 @@ class IterableSource(BaseSource):
             yield from samples
 
     def batch(self, samples: list[Any], micro_batch: MicroBatchIndices, augment: Augment) -> Any:
-        """The raw batch of `samples`, whose numbers `micro_batch` has, augmented."""
+        """Return the raw batch of `samples`, augmented; `micro_batch` has their indices."""
         collate, numbers = self.collate, micro_batch.indices.tolist()
         seed = counter_draws.key(self.seed, micro_batch.epoch, counter_draws.GLOBAL, *numbers[:1])
         with seeded(seed) if collate.is_own else contextlib.nullcontext():
@@ -125,7 +125,7 @@ class IterableSource(BaseSource):
         return augmented(augment, raw, micro_batch) if augment else raw
 
     def as_worker(self, worker: DataWorker) -> contextlib.AbstractContextManager[None]:
-        """A context in which `get_worker_info()` describes `worker` to the dataset."""
+        """Return a context in which `get_worker_info()` describes `worker` to the dataset."""
         shared_by = self.shared_by
         if shared_by == "none":
             return contextlib.nullcontext()
@@ -138,7 +138,7 @@ class IterableSource(BaseSource):
 
     @cached_property
     def first(self) -> tuple[Any, bool]:
-        """The first sample, and whether the dataset asked who reads it.
+        """The first sample, and whether the dataset asked for its worker info.
 
         Raises:
             DataError: D002 if there is no sample, D008 for an error of the dataset.
@@ -152,7 +152,7 @@ class IterableSource(BaseSource):
 
 
 def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
-    """The same samples, each drawn at random out of a buffer of `size`.
+    """Yield the samples in random order, each drawn from a buffer of `size`.
 
     Samples more than a few `size` apart stay apart, so data sorted by class needs its shards shuffled, too.
     """
@@ -190,7 +190,7 @@ class _Noticing:
 
 @contextlib.contextmanager
 def _answering(info: Any) -> Iterator[None]:
-    """A context in which `get_worker_info()` returns `info`."""
+    """Make `get_worker_info()` return `info` inside this context."""
     before = data_worker._worker_info
     data_worker._worker_info = info
     try:

@@ -1,4 +1,4 @@
-"""Shards at URLs, copied while a run reads them into a folder of bounded size that all processes share."""
+"""A disk cache of bounded size for shards at URLs, shared by all processes of the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ptfast.data.streams.shard_index import Shard, index_shard, kept_index
 
 _ATTEMPTS, _TIMEOUT_S = 5, 20
 _WAIT_S = 1.0
-"""After the first attempt; after each further one twice as long."""
+"""Delay after the first attempt; it doubles after each further one."""
 _ABANDONED_S, _CLAIM_S = 600, 0.05
 _ROOM = "Set PTFAST_CACHE to a folder that can be written and has room, or data.cache to less"
 _PACKAGES = {
@@ -37,7 +37,7 @@ _PACKAGES = {
     "s3": ("s3fs", "s3"),
     "hf": ("huggingface_hub", "hf"),
 }
-"""The package that a protocol needs besides fsspec, and the extra that brings it."""
+"""The package that a protocol needs besides fsspec, and the extra that installs it."""
 _prefetching: dict[Path, Thread] = {}
 
 
@@ -47,23 +47,23 @@ def is_url(place: str) -> bool:
 
 @dataclass(frozen=True)
 class ShardCache:
-    """Local copies of shards, whole and checked; the least recently used go when `bound` bytes are reached.
+    """Complete, checked local copies of shards; the least recently used are evicted at `bound` bytes.
 
-    fsspec fetches them. Its own caches are not used: they have no bound, and take what a killed process left
-    for a whole file.
+    fsspec downloads them. Its own caches are not used: they have no bound, and take the partial file of a
+    killed process for a complete one.
     """
 
     bound: int
 
     def path(self, url: str) -> Path:
-        """The place of the copy of a shard, the same for every user of the URL."""
+        """Return the path of a shard's copy, the same for every user name in the URL."""
         # The whole query counts: a part that looks like a signature may name the file.
         without_user = re.sub(r"(?<=://)[^/@]*@", "", url)
         name = PurePosixPath(urlsplit(url).path).name or "shard.tar"
         return cache_folder() / "urls" / hashlib.sha256(without_user.encode()).hexdigest()[:32] / name
 
     def open(self, url: str) -> IO[bytes]:
-        """The copy of a shard, fetched if it is not there; what is open stays readable when it is removed."""
+        """Open the copy of a shard, downloading it if needed; an open file survives its eviction."""
         path = self.path(url)
         while True:
             try:
@@ -75,11 +75,11 @@ class ShardCache:
             return file
 
     def index(self, url: str) -> Shard:
-        """The index of a shard, which is fetched if it never was."""
+        """Return the index of a shard, which is downloaded if it was never indexed."""
         return kept_index(self.path(url)) or self.fetch(url)
 
     def prefetch(self, urls: Iterable[str]) -> None:
-        """Begin to fetch shards that are read next; whoever reads one meets the errors of its download."""
+        """Start downloading the shards to read next; download errors are raised when a shard is read."""
         for url in urls:
             path = self.path(url)
             if not path.exists() and not ((thread := _prefetching.get(path)) and thread.is_alive()):
@@ -91,11 +91,11 @@ class ShardCache:
             self.fetch(url)
 
     def fetch(self, url: str) -> Shard:
-        """Copy the shard at `url` unless its copy is there; return its index. One process at a time does it.
+        """Download the shard at `url` unless it is cached, one process at a time; return its index.
 
         Raises:
-            PtfastError: D001, D005 or D007 if it does not come whole, C011 if it is larger than the cache,
-                E001 or E002 if it cannot be written, E004 for a package that is missing.
+            PtfastError: D001, D005 or D007 if the download fails or is incomplete, C011 if it is larger than
+                the cache, E001 or E002 if it cannot be written, E004 for a missing package.
         """
         target = self.path(url)
         unfinished = target.with_name(f"{target.name}.partial")
@@ -112,7 +112,7 @@ class ShardCache:
             raise cannot_write(error, str(target.parent), suggestion=_ROOM) from None
         except DataError as error:
             if error.key == str(target):
-                # A repaired shard is then fetched again.
+                # Remove the copy, so that a repaired shard is downloaded again.
                 target.unlink(missing_ok=True)
                 error = error.changed(key=hide_credentials(url))
             raise error from None
@@ -150,16 +150,16 @@ class ShardCache:
         )
 
     def _make_room(self, target: Path, shown: str, size: int | None, value: int, **_: Any) -> None:
-        """Claim room for `target`, and wait for it where other downloads take all there is."""
+        """Claim disk space for `target`, and wait for it while other downloads occupy all of it."""
         if (needed := size or value) > self.bound:
             what = f"is smaller than the shard {shown}, which has {num_bytes(needed)}"
             raise ConfigError("C011", what, key="data.cache", value=num_bytes(self.bound))
-        # Of two downloads of unknown size, each could wait for the other.
+        # Without a size, do not wait: two such downloads could wait for each other.
         while not self._claimed(_claim(target), needed) and size is not None:
             time.sleep(_CLAIM_S)
 
     def _claimed(self, claim: Path, needed: int) -> bool:
-        """Claim `needed` bytes by a file of that size without content; the copies not read for longest go."""
+        """Claim `needed` bytes by a sparse file of that size; evict the least recently read copies."""
         with contextlib.suppress(FileNotFoundError):
             if claim.stat().st_size >= needed:
                 os.utime(claim)
@@ -193,13 +193,13 @@ def _claim(target: Path) -> Path:
 
 
 def _file_system(url: str, shown: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path of the file in it."""
+    """Return the fsspec file system of a URL, and the path of the file in it."""
     protocol, options = url.partition("://")[0].lower(), dict[str, Any]()
     if protocol in _PACKAGES:
         package = import_extra(*_PACKAGES[protocol], key=shown)
         if package.__name__ == "aiohttp":
             timeout = package.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
-            # The length of a compressed answer is not that of the file.
+            # The length of a compressed response differs from the file's.
             options = {"client_kwargs": {"timeout": timeout}, "headers": {"Accept-Encoding": "identity"}}
     system, path = url_to_fs(url, **options)
     return system, str(path)
@@ -207,7 +207,7 @@ def _file_system(url: str, shown: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which is made if need be, among all processes and threads of the machine."""
+    """Lock a folder, created if needed, against all processes and threads of the machine."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:

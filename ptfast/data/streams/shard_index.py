@@ -1,4 +1,4 @@
-"""The index of a tar shard, by its headers alone: where its images lie, and their labels; cached on disk."""
+"""The index of a tar shard, cached on disk: the offsets of its images, and their labels."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ Label = int | str
 
 
 class Shard(NamedTuple):
-    """The samples of a shard, and where the image of each lies."""
+    """The samples of a shard, and where each image is."""
 
     names: NDArray[np.bytes_]
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
     labels: NDArray[Any]
-    """int64, or text if one of them is."""
+    """int64, or text if any label is text."""
     hidden: NDArray[np.int64]
-    """The number of its members that are left out, as macOS adds them: 0-d."""
+    """Number of hidden members that are left out, such as those macOS adds (0-d)."""
     stamp: NDArray[np.int64]
-    """Its format, size and time of change."""
+    """The index's format, and the shard's size and modification time."""
 
 
 def index_shard(path: Path) -> Shard:
-    """The index of the shard at `path`; a cached one counts while size and time of change are the same.
+    """Return the index of the shard at `path`, cached while its size and modification time are the same.
 
     Cost: 115 us a sample, 0.2 us if cached.
     """
@@ -65,7 +65,7 @@ def index_shard(path: Path) -> Shard:
 
 
 def kept_index(path: Path) -> Shard | None:
-    """The index that the shard at `path` had, which may be removed by now; None if it was never read."""
+    """Return the cached index of `path`, even if the shard is gone; None if it was never indexed."""
     kept = load_arrays(_entry(path))
     fits = {*Shard._fields} <= kept.keys() and kept["stamp"][0] == _FORMAT
     return Shard(*(kept[name] for name in Shard._fields)) if fits else None
@@ -113,10 +113,10 @@ class Member(NamedTuple):
 
 
 def members(path: Path) -> Iterator[Member]:
-    """The files of a tar, in their order.
+    """Yield the files of a tar, in order.
 
     Raises:
-        DataError: D005 for a file that is no tar, is compressed, or is truncated.
+        DataError: D005 for a file that is not a tar, is compressed, or is truncated.
     """
     size, what = path.stat().st_size, "is not a tar file, despite its name"
     try:
@@ -139,14 +139,14 @@ def members(path: Path) -> Iterator[Member]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The key of a sample and the suffix of a file: the parts before and after the first dot of its name."""
+    """Split a file's name at its first dot into the key of its sample and a suffix."""
     folder, slash, file = name.rpartition("/")
     key, _, suffix = file.partition(".")
     return folder + slash + key, suffix.lower()
 
 
 def _image(key: str, by_suffix: dict[str, Member], path: Path) -> Member:
-    """The image of a sample; of several, `KEY.jpg` rather than `KEY.mask.jpg`."""
+    """Return the image of a sample; prefer `KEY.jpg` to `KEY.mask.jpg`."""
     found = [suffix for suffix in by_suffix if suffix.endswith(_IMAGES)]
     plain = [suffix for suffix in found if suffix in _IMAGES]
     chosen = plain if len(plain) == 1 else found

@@ -1,4 +1,4 @@
-"""Images out of shards that are fetched as they are needed: one order for all workers, by seed and pass."""
+"""Images from shards that are downloaded on demand, in an order that depends only on seed and pass."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented, cropped
 
 _AHEAD = 4
-"""Shards that are fetched before they are needed, if they fill at most half of the cache."""
+"""Maximum number of shards to prefetch; they fill at most half of the cache."""
 
 
 class Sample(NamedTuple):
-    """An image in a shard, which is read when its batch is made, and the shards that come next."""
+    """An image in a shard, which is read when its batch is made, and the shards to read next."""
 
     url: str
     shard: Shard
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class Shards(IterableDataset[Sample]):
-    """The samples of shards: shards in random order, and in each its samples in random order."""
+    """The samples of shards; shards, and samples within each shard, come in random order."""
 
     shared_by = "none"
 
@@ -64,9 +64,9 @@ class Shards(IterableDataset[Sample]):
 
 
 class ShardStream(IterableSource):
-    """Images that are read out of the shards of `dataset` and decoded as a batch is made of them.
+    """Images of the shards of `dataset`, read and decoded when their batch is made.
 
-    `classes` are their names, or their number if labels are numbers.
+    `classes` are the class names, or the number of classes if labels are numbers.
     """
 
     images = shares_batches = True
@@ -81,7 +81,7 @@ class ShardStream(IterableSource):
         self._numbered, self.image_size = numbered, image_size
         self.on_corrupt: OnCorrupt = on_corrupt
         self.shape: tuple[int, ...] = ()
-        """(height, width, channels) that every image has to have; empty until it is known."""
+        """(height, width, channels) that every image must have; empty until known."""
 
     def contents(self) -> list[Any]:
         # Another server may have the same shards.
@@ -92,7 +92,7 @@ class ShardStream(IterableSource):
         return self.batch([self.first[0]], MicroBatchIndices(0, np.zeros(1, np.int64), 1), Augment())[0][0]
 
     def too_wide(self) -> str | None:
-        """A warning if the samples in the shuffle buffer lie in more shards than fit into the cache."""
+        """Return a warning if the samples in the shuffle buffer span more shards than fit into the cache."""
         shard, bound = self.first[0].shard, self.dataset.cache.bound
         spanned = (self.shuffle_buffer or 0) * int((shard.offsets + shard.sizes).max()) // len(shard.sizes)
         # A sample waits for as many others as the buffer has on average, and some for twice as many.

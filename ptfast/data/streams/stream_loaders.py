@@ -1,4 +1,4 @@
-"""Loaders of iterable data: read in this process or by workers, exact over ranks without a known length."""
+"""Loaders of iterable data, in this process or by workers, exact across ranks without a known length."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ class Mark(NamedTuple):
 
     epoch: int = 0
     first: int = 0
-    """The number of its first sample in the stream, or of its first step where data workers have parts."""
+    """Index of its first sample in the stream, or of its first step if data workers have their own parts."""
 
 
 class Item(NamedTuple):
-    """One micro-batch as it was read, or an end."""
+    """One micro-batch as read, or an end mark."""
 
     raw: Any
-    """None at the end: of a pass over a part, or of the whole stream."""
+    """None marks the end of a pass over a part, or of the whole stream."""
     num_samples: int
     mark: Mark = Mark()
     digest: int = 0
-    """`digest` of the first step, or of the worker's first samples; 0 where it identifies nothing."""
+    """`digest` of the first step, or of the worker's first samples; 0 if it identifies nothing."""
 
 
 END = Item(None, 0)
 COMPARED = 16
-"""Samples, at least, by which workers notice that they read the same: a single one may recur by chance."""
+"""Minimum number of samples to compare between workers: a single one may recur by chance."""
 
 
 @dataclass
 class StreamWorker:
-    """The micro-batches of one data worker. Calling it gives the next one, so that it can run in a worker."""
+    """The micro-batches of one data worker. A call returns the next one, so that it can run in a process."""
 
     source: IterableSource
     worker: DataWorker
     augment: Augment
     sharding: Sharding
     in_parts: bool
-    """The dataset gives each data worker a part of its own."""
+    """Whether the dataset gives each data worker its own part."""
     once: bool
-    """End with the first pass, whose last batch may be short; else batches continue into the next pass."""
+    """Stop after the first pass, whose last batch may be short; else batches continue into the next pass."""
 
     def __post_init__(self) -> None:
         self._items: Iterator[Item] | None = None
@@ -74,11 +74,11 @@ class StreamWorker:
         return next(self._items)
 
     def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        """Micro-batches from `first_step` on, which lies in the pass of `mark` or after it; never ends."""
+        """Yield micro-batches from `first_step` on, which is in the pass of `mark` or later; never ends."""
         return self._part_items(mark) if self.in_parts else self._whole_items(first_step, mark)
 
     def _whole_items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        """This worker's share of a whole stream; samples of micro-batches do not depend on who reads them."""
+        """Yield this worker's micro-batches of a whole stream; their samples do not depend on the worker."""
         worker, plan, per_rank = self.worker, self.sharding.plan, self.sharding.per_rank
         self._mark = mark
         samples = self._passes()
@@ -96,7 +96,7 @@ class StreamWorker:
             for number, micro_batch in enumerate(micro_batches, step * per_rank):
                 if number % worker.num_workers == worker.worker:
                     taken = [batch[place] for place in micro_batch.indices]
-                    # Numbers continue over the passes.
+                    # Sample numbers continue across passes.
                     numbers = MicroBatchIndices(0, first + micro_batch.indices, len(taken))
                     raw = self.source.batch(taken, numbers, self.augment)
                     yield Item(raw, micro_batch.num_samples, now, checksum)
@@ -116,7 +116,7 @@ class StreamWorker:
             self._mark = Mark(self._mark.epoch + 1, self._mark.first + num_samples)
 
     def _part_items(self, mark: Mark) -> Iterator[Item]:
-        """This worker's own part, pass after pass, with an end after each; the last of a pass is short."""
+        """Yield this worker's part pass after pass, an end mark after each; its last batch may be short."""
         worker = self.worker
         for epoch in count(mark.epoch):
             samples, number, checksum = self.source.read(epoch, worker), worker.index, 0
@@ -136,13 +136,13 @@ class StreamWorker:
 
 
 def digest(samples: Iterable[Any]) -> int:
-    """A checksum of samples, 1 ms for 1.5 MB; 0 if all are equal, which identifies nothing."""
+    """Return a checksum of samples, 1 ms for 1.5 MB; 0 if all are equal, which identifies nothing."""
     sums = [sum_of(sample) for sample in samples]
     return sum_of(sums) or 1 if len(set(sums)) > 1 else 0
 
 
 def check_same(digests: Sequence[int], name: str) -> None:
-    """Raise DataError D008 if a stream that all ranks read differs between them: samples would be lost."""
+    """Raise DataError D008 if a stream that all ranks read differs between ranks: samples would be lost."""
     if len(set(digests)) <= 1:
         return
     what = f"{name} yields different samples on each rank, and does not say why"
@@ -151,7 +151,7 @@ def check_same(digests: Sequence[int], name: str) -> None:
 
 
 def check_parted(digests: Sequence[int], name: str) -> None:
-    """Raise DataError D008 if a dataset that shares itself out gives all data workers the same."""
+    """Raise DataError D008 if a dataset that splits itself gives all data workers the same samples."""
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
     what = (
@@ -162,7 +162,7 @@ def check_parted(digests: Sequence[int], name: str) -> None:
 
 
 def sum_of(value: Any) -> int:
-    """A checksum of arrays, text, numbers, and containers of these."""
+    """Return a checksum of arrays, text, numbers, and containers of these."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):
@@ -178,7 +178,7 @@ def sum_of(value: Any) -> int:
 
 
 def share_out(source: IterableSource, sharding: Sharding, loading: LoaderOptions) -> tuple[int, bool, str]:
-    """The workers of this rank (0 for this process), whether they have parts of their own, and why."""
+    """Return this rank's workers (0 for this process), whether each has its own part, and why."""
     world_size = sharding.world_size
     workers = count_workers(loading.workers) if loading.kind == "workers" else 0
     total = max(1, workers) * world_size
@@ -209,9 +209,9 @@ def build_stream_batches(
     *,
     once: bool = False,
 ) -> WholeBatches | PartBatches:
-    """The batches of iterable data, on one rank.
+    """Build the batches of iterable data on one rank.
 
-    If data workers have parts of their own, the `drop_last` applies to the end of each pass.
+    If data workers have their own parts, `drop_last` applies at the end of each pass.
     """
     augment = augment or Augment()
     if augment.resized_crop is not None and not source.shares_batches:
@@ -219,7 +219,7 @@ def build_stream_batches(
         hint = "Crop them in the dataset, or use augment=crop_flip"
         raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
     if source.is_guessed and sharding.world_size > 1:
-        # A dataset that does not say who shares it out may begin with another sample on each rank.
+        # A dataset that does not state who splits it may start with a different sample on each rank.
         begins = sum_of([source.first[0], source.shared_by])
         check_same(on_all_ranks(begins, sharding.world_size), source.class_name)
     workers, in_parts, reason = share_out(source, sharding, loading)
@@ -238,7 +238,7 @@ def build_stream_batches(
 
 @dataclass
 class Marks:
-    """The start of each pass, by step: with it a resumed run reads no more than one pass again."""
+    """The start of each pass, by step, so that a resumed run rereads at most one pass."""
 
     workers: int
     _found: list[tuple[int, Mark]] = field(default_factory=lambda: [(0, Mark())])
@@ -249,14 +249,14 @@ class Marks:
             self._found = [*self._found[-31:], (step, mark)]
 
     def at(self, step: int) -> Mark:
-        """The pass that step `step` begins in, or one before it."""
+        """Return the start of the pass in which step `step` begins, or of an earlier pass."""
         return max((found for found in self._found if found[0] <= step), default=self._found[0])[1]
 
     def state(self, step: int) -> dict[str, int]:
         return {**self.at(max(0, step - 1))._asdict(), "readers": self.workers}
 
     def load(self, state: dict[str, int], step: int) -> str:
-        """Resume from a checkpoint; return what that takes, for the panel."""
+        """Resume from a checkpoint; return a note on what is read again, for the panel."""
         mark = Mark(state["epoch"], state["first"])
         self._found = [(0, mark)]
         text = f"iterable data is read again from the start of its pass {mark.epoch + 1} up to step {step:,}"
@@ -268,7 +268,7 @@ class Marks:
 
 
 class StreamBatches(Batches):
-    """The step batches of a stream on one rank, by its data workers or their `pools`."""
+    """The step batches of a stream on one rank, read by its data workers or their `pools`."""
 
     def __init__(
         self, workers: list[StreamWorker], pools: list[WorkerPool], prepare: Prepare, reason: str
@@ -278,7 +278,7 @@ class StreamBatches(Batches):
         self._source, self._sharding, self._once = workers[0].source, workers[0].sharding, workers[0].once
         self._per_rank = self._sharding.per_rank
         self._compared = False
-        """The first samples were compared between ranks, which is done once, not at every evaluation."""
+        """Whether the first samples were compared between ranks: once, not at every evaluation."""
 
     def _open(self, step: int, mark: Mark) -> list[Iterator[Item]]:
         if self.pools:
@@ -291,10 +291,10 @@ class StreamBatches(Batches):
 
 
 class WholeBatches(StreamBatches):
-    """Batches of a stream that each data worker goes through as a whole, one pass after another.
+    """Batches of a stream that each data worker reads in full, pass after pass.
 
-    A batch that the end of a pass leaves short is filled up from the next pass, unless the stream is read
-    once. Unless the dataset says who shares it out, the first batches of all ranks are compared.
+    A short batch at the end of a pass is filled from the next pass, unless the stream is read once. If the
+    dataset does not state who splits it, the first batches of all ranks are compared.
     """
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
@@ -316,10 +316,10 @@ class WholeBatches(StreamBatches):
 
 
 class PartBatches(StreamBatches):
-    """Batches of a stream of which every data worker has a part of its own.
+    """Batches of a stream that is split into one part per data worker.
 
-    A pass ends when all parts have: each sample comes once. Ranks sum their numbers of samples a step early,
-    while the device trains, and a rank whose part has ended joins without samples.
+    A pass ends when all parts have ended, so each sample is read once. Ranks sum their sample counts one step
+    ahead, while the device trains, and a rank whose part has ended joins without samples.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -359,14 +359,14 @@ class PartBatches(StreamBatches):
                 return
 
     def _one_pass(self, workers: list[Iterator[Item]]) -> Iterator[tuple[list[Item], int]]:
-        """This rank's micro-batches of each step up to the end of the pass, and the samples of all ranks."""
+        """Yield this rank's micro-batches for each step of a pass, and the sample count of all ranks."""
         items = _in_turn(workers)
         following = self._ask(items)
         while True:
             mine, answer = following
             num_samples, lacking = answer()
             if num_samples == 0 or (self._drops and lacking):
-                # The rest of this rank's part is dropped.
+                # Drop the rest of this rank's part.
                 for _ in items:
                     pass
                 return
@@ -374,7 +374,7 @@ class PartBatches(StreamBatches):
             yield mine, num_samples
 
     def _ask(self, items: Iterator[Item]) -> tuple[list[Item], Callable[[], list[int]]]:
-        """The next micro-batches, and a function that waits for sums: of samples, of short ranks."""
+        """Return the next micro-batches, and a function that waits for sums of samples and of short ranks."""
         mine = list(islice(items, self._per_rank))
         num_samples = sum(item.num_samples for item in mine)
         return mine, self._sums([num_samples, num_samples < self._per_rank * self._workers[0].size])
@@ -389,7 +389,7 @@ class PartBatches(StreamBatches):
 
 
 def _in_turn(workers: list[Iterator[Item]]) -> Iterator[Item]:
-    """Their items by turns; when the pass of one ends, the others continue without it."""
+    """Yield the workers' items in turn; when one's pass ends, the others continue without it."""
     reading = list(workers)
     while reading:
         for worker in tuple(reading):

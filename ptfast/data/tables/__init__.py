@@ -1,1 +1,1 @@
-"""Files of columns: reading, preparing inputs, targets."""
+"""Tabular files: reading, preparation of inputs, and targets."""

@@ -1,4 +1,4 @@
-"""Files of text and of columns: CSV, TSV, JSON lines and Parquet, read as a whole."""
+"""Text files and tables (CSV, TSV, JSON lines, Parquet), read into memory."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ptfast.core.errors import DataError, did_you_mean, import_extra, name_some,
 
 PARQUET = (".parquet", ".pq")
 RECORDS = (".jsonl", ".ndjson", *PARQUET)
-"""Of files of records with named fields."""
+"""Suffixes of files of records with named fields."""
 _LONGEST_FIELD = 2**31 - 1
 TAB = "\t"
 _DELIMITERS = (",", ";", TAB)
-"""Of a CSV file, the first where several would do."""
+"""Delimiters of a CSV file; if several fit equally, the first is used."""
 _FIRST_LINES = 50
-"""Of a CSV file, which show what delimits its fields."""
+"""Lines of a CSV file that are read to detect its delimiter."""
 
 
 def check_file(path: Path, key: str) -> None:
-    """Raise DataError D001 unless there is such a file."""
+    """Raise DataError D001 unless `path` is a file."""
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "no such file"
         raise DataError("D001", what, key=key, value=path)
 
 
 def read_text(path: Path, key: str = "data.path") -> str:
-    """The text of a UTF-8 file that contains some; lines that end in a mere carriage return get newlines.
+    """Return the text of a UTF-8 file; lines that end in a bare carriage return get newlines.
 
     Raises:
         DataError: D001 if there is no such file, D002 if it is empty, D005 if it is not UTF-8.
     """
     check_file(path, key)
     try:
-        # Line ends stay as they are: what is modelled is the file.
+        # Keep line ends as they are: the model is trained on the file.
         content = path.read_bytes()
         text, wrong = content.decode("utf-8-sig"), content[:2].find(0)
     except OSError as error:
@@ -48,7 +48,7 @@ def read_text(path: Path, key: str = "data.path") -> str:
     except UnicodeDecodeError as error:
         content, text, wrong = error.object, "", error.start
     if wrong >= 0:
-        # UTF-16 has a mark or, of a Latin letter, a zero byte.
+        # UTF-16 starts with a byte-order mark, or has a zero byte in a Latin letter.
         starts = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
         by_zero = {0: "utf-16be", 1: "utf-16le", -1: "latin1"}[content[:2].find(0)]
         what = f"is not UTF-8 text (byte {wrong:,})"
@@ -62,7 +62,7 @@ def read_text(path: Path, key: str = "data.path") -> str:
 
 
 def read_records(path: Path, key: str = "data.path") -> tuple[list[str], list[tuple[int, list[Any]]]]:
-    """The fields' names, and the number and the values of each record, with None for absent ones.
+    """Return the names of fields, and the number and values of each record, None for absent values.
 
     Raises:
         DataError: D001 without a file, D002 without records, D005 if it cannot be read.
@@ -107,22 +107,22 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str | None:
-    """A value as a field of text, empty where it is absent; None for lists and objects."""
+    """Return a value as text, empty if it is absent; None for lists and objects."""
     if value is None:
         return ""
     return str(value) if isinstance(value, (str, bool, int, float)) else None
 
 
 def read_lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers, without their ends."""
+    """Yield the number and text of each line of a file, without its line end."""
     for number, line in enumerate(read_text(path, key).split("\n"), 1):
         yield number, line.rstrip("\r")
 
 
 def read_rows(path: Path, key: str = "data.path") -> tuple[list[tuple[int, list[Any]]], str]:
-    """The lines that are not empty, with their numbers, and what is between their fields.
+    """Return the number and fields of each non-empty line, and the delimiter.
 
-    JSON lines and Parquet files come with a first line that names the fields; a list in them is None.
+    JSON lines and Parquet files get a first line that names the fields; lists in them become None.
     """
     if path.suffix.lower() in RECORDS:
         names, rows = read_records(path, key)
@@ -135,7 +135,7 @@ def read_rows(path: Path, key: str = "data.path") -> tuple[list[tuple[int, list[
     for each in _DELIMITERS:
         with contextlib.suppress(DataError):
             counts = {len(fields) for _, fields in islice(_csv_rows(path, text, each), _FIRST_LINES)}
-            # It delimits fields only if every line has as many of them.
+            # It is the delimiter only if every line has the same number of fields.
             if len(counts) == 1 and max(counts) > most:
                 delimiter, most = each, max(counts)
     return list(_csv_rows(path, text, delimiter)), delimiter
@@ -149,7 +149,7 @@ def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list
         for fields in reader:
             if any(field.strip() for field in fields):
                 yield number, fields
-            # Texts in quotes may have several lines: a row is named by its first.
+            # Quoted texts may span lines: a row is numbered by its first line.
             number = reader.line_num + 1
     except csv.Error as error:
         raise DataError("D005", f"is not a CSV file: {error}", key=f"{path}:{number}") from None
@@ -171,7 +171,7 @@ class Rows(NamedTuple):
         return self._replace(columns=columns, numbers=[self.numbers[row] for row in rows])
 
     def check(self, key: str, *names: str) -> None:
-        """Raise DataError D005 for a column that `key` names and the file does not have."""
+        """Raise DataError D005 if the file lacks a column that `key` names."""
         known = [*self.columns]
         for name in names:
             if name not in known:
@@ -181,7 +181,7 @@ class Rows(NamedTuple):
 
 
 def read_columns(path: Path, key: str = "data.path") -> Rows:
-    """The columns of a CSV, JSON-lines or Parquet file.
+    """Read the columns of a CSV, JSON-lines or Parquet file.
 
     Raises:
         DataError: D001 without a file, D002 without rows, D005 if it cannot be read or names a column twice.
@@ -207,7 +207,7 @@ def read_columns(path: Path, key: str = "data.path") -> Rows:
 
 
 def read_splits(paths: Mapping[str, str | None]) -> dict[str, Rows]:
-    """The rows of each split that has a file; raises as `read_columns`."""
+    """Read the rows of each split that has a file; raises as `read_columns` does."""
     files = {split: path for split, path in paths.items() if path is not None}
     keys = {split: "data.path" if split == "train" else f"data.{split}_path" for split in files}
     return {split: read_columns(Path(path), keys[split]) for split, path in files.items()}

@@ -1,4 +1,4 @@
-"""The columns of a table: inputs as fitted to the training rows, saved with the run, and targets."""
+"""The columns of a table: inputs prepared by a fit to the training rows, and targets."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d.*)?")
 _EXAMPLES = 3
 MOST_CATEGORIES = 10_000
-"""The most frequent values of a column that get a category of their own; the others share one."""
+"""Maximum number of a column's most frequent values with their own category; the others share one."""
 _FEW = 20
-"""A text column with more different values than this, in over half of its rows, names the rows."""
+"""A text column with more distinct values than this, and than half of its rows, identifies rows."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One input column, as the training rows show it."""
+    """One input column, as fitted to the training rows."""
 
     name: str
     kind: Literal["number", "date", "category"]
     fill: float = 0.0
     """The number for a missing value: the median of the training rows."""
     flags: bool = False
-    """A further input is 1 where the value is missing, because some training rows miss it."""
+    """Whether an extra input flags missing values, because some training rows have them."""
     comma: str = ""
     """The meaning of a comma in a number: "" for none, `decimal` or `thousands`."""
     values: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Preparation:
 
     @classmethod
     def fit(cls, table: Columns, names: Iterable[str], categorical: Sequence[str]) -> tuple[Any, list[str]]:
-        """The preparation that training rows call for, and notes on columns that were left out."""
+        """Fit a preparation to training rows; also return notes on columns that were left out."""
         found, notes = list[Column](), list[str]()
         for name in names:
             values = [present(value) for value in table[name]]
@@ -87,11 +87,11 @@ class Preparation:
 
     @classmethod
     def from_facts(cls, facts: Sequence[Mapping[str, Any]]) -> Preparation:
-        """The preparation that `facts` describe."""
+        """Return the preparation that `facts` describe."""
         return cls([Column(**{**each, "values": tuple(each["values"])}) for each in facts])
 
     def facts(self) -> list[dict[str, Any]]:
-        """The columns as plain values, for JSON."""
+        """Return the columns as plain values, for JSON."""
         return [{**asdict(each), "values": [*each.values]} for each in (*self.numbers, *self.categories)]
 
     @property
@@ -105,14 +105,14 @@ class Preparation:
         return len(self.numbers) + len(self.flags) + len(self.categories)
 
     def __call__(self, table: Columns, where: str, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Vectors of all rows, (rows, width) float32.
+        """Return the vectors of all rows, (rows, width) float32.
 
         Args:
-            table: columns by name; others than those of training are ignored.
+            table: columns by name; columns that training did not have are ignored.
             where, rows: the file and the number of each row in it, for messages.
 
         Raises:
-            DataError: D005 for a column that is not there, or a value that is no number where one is due.
+            DataError: D005 for a missing column, or a value that is not of its column's kind.
         """
         for each in (*self.numbers, *self.categories):
             if each.name not in table:
@@ -130,7 +130,7 @@ class Preparation:
         return np.stack(parts, 1).astype(np.float32) if parts else np.zeros((len(rows), 0), np.float32)
 
     def statistics(self, inputs: NDArray[np.float32]) -> dict[str, list[float]]:
-        """Mean and standard deviation of each input, for the loaders; category numbers stay as they are."""
+        """Return mean and standard deviation of each input; 0 and 1 keep category numbers unchanged."""
         mean, std = np.zeros(self.width), np.ones(self.width)
         numeric = inputs[:, : self.width - len(self.categories)].astype(np.float64)
         mean[: numeric.shape[1]] = numeric.mean(0)
@@ -139,7 +139,7 @@ class Preparation:
         return {"mean": mean.tolist(), "std": std.tolist()}
 
     def unknown(self, inputs: NDArray[np.float32], table: Columns) -> str:
-        """Describe categories in `table`, whose vectors are `inputs`, that training rows do not have."""
+        """Describe the categories in `table`, whose vectors are `inputs`, that training rows lack."""
         found, first = list[str](), self.width - len(self.categories)
         for place, each in enumerate(self.categories, first):
             rows = np.flatnonzero(inputs[:, place] == 0)
@@ -161,7 +161,7 @@ class Preparation:
 
 
 def present(value: Any) -> Any:
-    """A value of a table; None where it is missing."""
+    """Return a value of a table, None if it is missing."""
     if value is None or (isinstance(value, float) and value != value):
         return None
     if isinstance(value, str):
@@ -171,7 +171,7 @@ def present(value: Any) -> Any:
 
 
 def _number_column(name: str, values: Sequence[Any]) -> Column | None:
-    """The column if all of its values are numbers or dates, else None.
+    """Return the column if all of its values are numbers or dates, else None.
 
     Raises:
         DataError: D005 for numbers such as 1,234, which may be thousands or decimals.
@@ -195,7 +195,7 @@ def _number_column(name: str, values: Sequence[Any]) -> Column | None:
 
 
 def _numbers(values: Sequence[Any], comma: str = "") -> NDArray[np.float64] | None:
-    """Values as numbers, NaN for None; None unless all of them are."""
+    """Return values as numbers, NaN for None; None if any is not a number."""
     if comma:
         with_comma = (value for value in values if isinstance(value, str) and "," in value)
         if comma == "thousands" and not all(map(_THOUSANDS.fullmatch, with_comma)):
@@ -209,7 +209,7 @@ def _numbers(values: Sequence[Any], comma: str = "") -> NDArray[np.float64] | No
 
 
 def _dates(values: Sequence[Any]) -> NDArray[np.float64] | None:
-    """ISO dates as days since 1970, NaN for None; None unless all values are dates."""
+    """Return ISO dates as days since 1970, NaN for None; None if any value is not a date."""
     texts = ["NaT" if value is None else str(value) for value in values]
     if not all(text == "NaT" or _DATE.fullmatch(text) for text in texts):
         return None
@@ -222,7 +222,7 @@ def _dates(values: Sequence[Any]) -> NDArray[np.float64] | None:
 
 
 MOST_NUMBERED_CLASSES = 20
-"""A target of whole numbers with more different values is a number to predict."""
+"""A target of whole numbers with more distinct values than this is a regression target."""
 Facts = dict[str, Any]
 """Fields of `DataInfo`."""
 
@@ -235,14 +235,14 @@ def read_targets(
     task: str = "auto",
     known: DataInfo | None = None,
 ) -> tuple[Facts, dict[str, Tensor]]:
-    """Facts about the column `name`, and its values in each split: float32, or classes as int64.
+    """Return facts about the column `name`, and its values in each split: float32, or int64 for classes.
 
     Args:
         rows: the rows of each split.
         key: the key of the config that names the column.
-        task: `auto`, `classification` or `regression`. Text and up to 20 different whole numbers are classes
-            by themselves, other numbers are predicted as such.
-        known: the data of a trained model, whose classes are taken.
+        task: `auto`, `classification` or `regression`. With `auto`, text and up to 20 distinct whole numbers
+            are classes; other numbers are regression targets.
+        known: the data of a trained model, whose classes are used.
 
     Raises:
         DataError: D003 to D005, naming the row, for values that are missing or do not fit.
@@ -281,7 +281,7 @@ def read_targets(
 
 
 def _values(rows: Rows, name: str) -> list[str]:
-    """The target of each row, as text; D004 for a row without one."""
+    """Return the target of each row, as text; raise D004 for a row without one."""
     values = [present(value) for value in rows.columns[name]]
     for row, value in zip(rows.numbers, values, strict=True):
         if value is None:
