@@ -45,14 +45,14 @@ _stores: list[Any] = []
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the processes of a run."""
+    """This process's rank and the number of ranks, in total and on this machine."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     grouped: bool = False
-    """Create a process group even for one rank."""
+    """True if a process group is created even for one rank."""
 
     @property
     def is_first(self) -> bool:

@@ -22,7 +22,7 @@ LEAST_STEPS, LEAST_S = 5, 2.0
 
 @dataclass
 class Progress:
-    """The position of a run, saved and restored with the weights."""
+    """The progress of a run, saved and restored with the weights."""
 
     step: int = 0
     samples: int = 0

@@ -12,7 +12,7 @@ _SECRET_KEYS = {
     *("auth_token", "access_token", "authorization", "bearer", "cookie", "credential", "credentials"),
     "headers",
 }
-"""Complete names, so that our keys such as `data.text_key` and `model.cls_token` do not match."""
+"""Matched as complete names, so that our keys such as `data.text_key` and `model.cls_token` do not match."""
 _KEPT_SECRET: set[str] = set()
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CREDENTIALS = re.compile(

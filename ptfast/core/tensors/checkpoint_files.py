@@ -83,7 +83,7 @@ class WholeDraft:
     ) -> None:
         self._folder, self.step, self._mark = saved / f".step-{step}.{os.getpid()}", step, mark
         self.content = content
-        """The argument of `write`, which may be a copy of this."""
+        """The argument for `write`, which also accepts a copy of it."""
 
     def write(self, content: CheckpointContent) -> Path:
         """Write the files and put the folder in place; return it."""
