@@ -1,1 +1,1 @@
-"""Files and texts into arrays."""
+"""Decoding of image files and tokenization of texts."""

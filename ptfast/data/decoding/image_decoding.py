@@ -1,4 +1,4 @@
-"""Decoding image files to uint8 RGB, with checks that decoders do not make."""
+"""Decoding image files to uint8 RGB, with checks that decoders lack."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _SYSTEM = {
 MAX_PIXELS = 100_000_000
 """An image whose header promises more is rejected as a decompression bomb."""
 _HEADER_BYTES = 2**16
-"""They contain the size of nearly every JPEG, even after a thumbnail; PIL reads on for the rest."""
+"""Enough to read the size of nearly every JPEG, even after a thumbnail; PIL reads more if needed."""
 SHORT_S = 80e-6
-"""How long work takes that threads make no shorter."""
+"""Threads do not speed up work that is shorter than this."""
 REMEDY = "Replace the file, or remove it"
 
 Pixels = NDArray[np.uint8]
@@ -55,7 +55,7 @@ class Decoded(NamedTuple):
 
 
 class InTar(str):
-    """The name of a file in a tar, by which it can be read; out of `file`, where the tar is open."""
+    """The name of a file in a tar, with which it can be read; from `file` if the tar is open."""
 
     __slots__ = ("file", "offset", "size", "tar")
 
@@ -65,7 +65,7 @@ class InTar(str):
         return self
 
     def read(self, most: int = sys.maxsize) -> bytes:
-        """Its first bytes, at most `most`; fewer if the file is gone or truncated."""
+        """Read its first bytes, at most `most`; fewer if the tar is truncated."""
         if self.file is not None:
             return read_at(self.file, self.offset, min(self.size, most))
         with Path(self.tar).open("rb", buffering=0) as file:
@@ -73,18 +73,18 @@ class InTar(str):
 
 
 def read_at(file: IO[bytes], offset: int, size: int) -> bytes:
-    """Bytes of a file, whose position stays: several threads may read it at once."""
+    """Read bytes without moving the file's position, so that several threads may read at once."""
     return os.pread(file.fileno(), size, offset)
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a file or a folder on its path is hidden or made by a system: `.ipynb_checkpoints`, say."""
+    """Return True if part of the path is hidden or a system file, such as `.ipynb_checkpoints`."""
     parts = path.split("/")
     return any((part[:1] == "." and part not in (".", "..")) or part.lower() in _SYSTEM for part in parts)
 
 
 def without_hidden(count: int, first: str = "") -> str:
-    """A remark on hidden files and folders that are left out; empty for none."""
+    """Return a note on hidden files and folders that are left out; empty if there are none."""
     such = f", such as {first}" if first else ""
     return f"left out {count:,} hidden or system file{'s' * (count > 1)}{such}" if count else ""
 
@@ -97,11 +97,11 @@ def decode_file(path: str) -> Decoded:
 def decode(content: bytes, name: str) -> Decoded:
     """Decode the bytes of an image file called `name` to uint8 (height, width, 3).
 
-    JPEG goes through libjpeg-turbo by torchvision, which is 2 to 3 times as fast as PIL and gives the same
-    pixels; everything else, and JPEG in CMYK, through PIL.
+    JPEG is decoded by torchvision's libjpeg-turbo, which is 2 to 3 times as fast as PIL and gives the same
+    pixels; everything else, and JPEG in CMYK, by PIL.
 
     Raises:
-        DataError: D005 naming the file and what is wrong with it.
+        DataError: D005, naming the file and the fault.
     """
     if not content:
         raise DataError("D005", "is empty (0 bytes)", key=name, suggestion=REMEDY)
@@ -114,7 +114,7 @@ def decode(content: bytes, name: str) -> Decoded:
         converted = shape[2] == 1
         if (decode_jpeg := _jpeg_decoder()) is None:
             return Decoded(_by_pil(content, name).pixels, converted)
-        # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
+        # A bytearray is writable, which avoids torch's warning at the cost of copying a few kilobytes.
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         pixels = decode_jpeg(buffer, 3, False)  # 3 is torchvision's ImageReadMode.RGB
         return Decoded(pixels.permute(1, 2, 0).numpy(), converted)
@@ -126,9 +126,9 @@ def decode(content: bytes, name: str) -> Decoded:
 
 @functools.cache
 def _jpeg_decoder() -> Callable[..., Tensor] | None:
-    """torchvision's decoder, from its library alone if it is found; None where it was built without one."""
+    """Return torchvision's decoder, from its library alone if found; None if it was built without."""
     # Its Python modules import torch's compiler, which takes as long as torch itself, and its own function
-    # warns of its retirement at each call, for 30 us that block other threads.
+    # warns of its deprecation at each call, which blocks other threads for 30 us.
     found = importlib.util.find_spec("torchvision")
     folders = (found.submodule_search_locations or ()) if found is not None else ()
     for library in (each for folder in folders for each in Path(folder).glob("image*.so")):
@@ -143,7 +143,7 @@ def _jpeg_decoder() -> Callable[..., Tensor] | None:
 
 
 def size_of(path: str) -> tuple[int, int]:
-    """Height and width of an image, read from the beginning of its file."""
+    """Return the height and width of an image, read from the start of its file."""
     if (shape := jpeg_shape(read_file(path, _HEADER_BYTES))) is not None:
         return shape[:2]
     with opened(io.BytesIO(read_file(path)) if isinstance(path, InTar) else path, path) as image:
@@ -151,7 +151,7 @@ def size_of(path: str) -> tuple[int, int]:
 
 
 def read_file(path: str, most: int = -1) -> bytes:
-    """The bytes of an image file, or its first `most`."""
+    """Return the bytes of an image file, or its first `most`."""
     try:
         if isinstance(path, InTar):
             return path.read(most if most >= 0 else path.size)
@@ -162,7 +162,7 @@ def read_file(path: str, most: int = -1) -> bytes:
 
 
 def mixed_sizes(path: str, shape: Iterable[int], expected: Iterable[int]) -> DataError:
-    """The error for an image of another size than the first."""
+    """Return the error for an image whose size differs from the first."""
     (height, width, *_), (first_height, first_width, *_) = shape, expected
     what = f"is {width}x{height} where the first image is {first_width}x{first_height}"
     hint = f"Bring all to one size with data.image_size={min(first_height, first_width)}"
@@ -170,14 +170,14 @@ def mixed_sizes(path: str, shape: Iterable[int], expected: Iterable[int]) -> Dat
 
 
 def fit(pixels: Pixels, size: int, resize: Callable[..., Tensor] = resize) -> Pixels:
-    """Resize the shorter side to `size` and crop the center, as `in_square`."""
+    """Resize the shorter side to `size` and crop the center, as `in_square` does."""
     if pixels.shape[:2] == (size, size):
         return pixels
     return in_square(torch.from_numpy(np.ascontiguousarray(pixels)), size, resize).numpy()
 
 
 def jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
-    """(height, width, components) by the frame header of a JPEG; None for anything else."""
+    """Return (height, width, components) from the frame header of a JPEG; None for anything else."""
     if content[:3] != b"\xff\xd8\xff":
         return None
     at, end = 2, len(content) - 9
@@ -201,10 +201,10 @@ def _by_pil(content: bytes, path: str) -> Decoded:
 
 @contextlib.contextmanager
 def opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
-    """The PIL image in `file`, its pixels not read yet; every error inside is a D005 that names `path`."""
+    """Open a PIL image, its pixels not read yet; raise errors inside as a D005 that names `path`."""
     from PIL import Image, UnidentifiedImageError
 
-    # Never lowered again, so that threads cannot disagree: PIL would warn at sizes that are accepted here.
+    # Raise PIL's limit, which would warn of sizes accepted here. Never lower it, so that threads agree.
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, MAX_PIXELS)
     try:
@@ -227,11 +227,11 @@ def opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
 
 
 def _unreadable(error: Exception, name: str) -> DataError:
-    """The error for a file that the system or a decoder does not read; they raise all kinds of exceptions."""
+    """Return the error for a file that the system or a decoder cannot read."""
     if isinstance(error, OSError) and error.strerror:
         return DataError("D005", f"cannot be read: {error.strerror}", key=name)
     lines = str(error).strip().splitlines()
-    # torchvision names the line of its own source before it says what is wrong.
+    # Drop the location in torchvision's source before the reason.
     reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
     return DataError("D005", f"is damaged or truncated: {reason.rstrip('.')}", key=name, suggestion=REMEDY)
 
@@ -245,10 +245,10 @@ Result = TypeVar("Result")
 
 
 def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
-    """`work(0)` to `work(count - 1)`, by as many threads as torch has; decoding releases Python's lock.
+    """Return `work(0)` to `work(count - 1)`, in as many threads as torch uses; decoding releases the GIL.
 
-    Short work, such as images of less than 100 x 100 pixels, is done by one thread: several would wait for
-    the lock longer than they work.
+    Short work, such as images smaller than 100 x 100 pixels, runs in one thread: several would wait for the
+    GIL longer than they work.
     """
     if not count:
         return []

@@ -1,4 +1,4 @@
-"""PIL images as the model sees them: 8-bit RGB, in a square. The exported `load.py` has copies of this."""
+"""PIL images as the model sees them: 8-bit RGB, in a square. The exported `load.py` copies this code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ptfast.data.transforms.resized_crops import resize
 
 
 class UnknownScaleError(ValueError):
-    """The values of an image do not show which of them is white."""
+    """The values of an image do not show which one is white."""
 
 
 def rgb_pixels(image: Any) -> Tensor:
-    """A PIL image as uint8 (height, width, 3), without alpha; UnknownScaleError if its white is unknown.
+    """Convert a PIL image to uint8 (height, width, 3); UnknownScaleError if its white is unknown.
 
-    Of 16 bits the upper 8 count. Floats run from 0 to 1, other whole numbers from 0 to 255.
+    Alpha is dropped. Of 16 bits, the upper 8 are kept. Floats are 0 to 1, other integers 0 to 255.
     """
     mode, tiles = image.mode, getattr(image, "tile", ())
     layout = str(tiles[0][3]) if tiles else ""
@@ -53,7 +53,7 @@ def in_square(pixels: Tensor, size: int, resize: Callable[..., Tensor] = resize)
     height, width = pixels.shape[:2]
     if height == width == size:
         return pixels
-    # The ends of a narrow image, which are cropped anyway, could fill the memory once enlarged.
+    # Cut off the ends of a narrow image first: enlarged, they could fill memory, only to be cropped.
     most = max(16 * size, 2**24 // size) * min(height, width) // size
     top, left = max(0, height - most) // 2, max(0, width - most) // 2
     pixels = resize_shorter(pixels[top : top + most, left : left + most], size, resize)
@@ -62,7 +62,7 @@ def in_square(pixels: Tensor, size: int, resize: Callable[..., Tensor] = resize)
 
 
 def resize_shorter(pixels: Tensor, size: int, resize: Callable[..., Tensor] = resize) -> Tensor:
-    """Bring the shorter side to `size`: uint8 (height, width, channels)."""
+    """Resize the shorter side to `size`: uint8 (height, width, channels)."""
     height, width = pixels.shape[:2]
     scale = size / min(height, width)
     return resize(pixels, max(size, round(height * scale)), max(size, round(width * scale)))

@@ -1,4 +1,4 @@
-"""Tokenizers, whose vocabularies are plain data, and texts as token ids, made once and cached on disk."""
+"""Tokenizers with vocabularies of plain data, and token ids of texts, cached on disk."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SPECIAL = ["<pad>", "<unk>"]
 
 
 class Vocabulary:
-    """`words` (split at white space) or `characters` by number.
+    """A vocabulary of `words` (split at white space) or `characters`.
 
-    `unknown_id` stands for tokens that are not in it; None where all must be.
+    `unknown_id` stands for tokens that are not in it; None if all must be in it.
     """
 
     pad_id = PAD_ID
@@ -43,9 +43,9 @@ class Vocabulary:
 
     @classmethod
     def of(cls, kind: str, texts: Iterable[str], min_count: int | None) -> Vocabulary:
-        """Pad, unknown, and the tokens that occur `min_count` times in `texts`, most frequent first.
+        """Build one of pad, unknown, and tokens with `min_count` or more occurrences, most frequent first.
 
-        If `min_count` is None, all tokens in their order, without pad and unknown.
+        If `min_count` is None, it has all tokens, sorted, without pad and unknown.
         """
         tokens = chain.from_iterable(_cut(kind, text) for text in texts)
         if min_count is None:
@@ -55,7 +55,7 @@ class Vocabulary:
         return cls(kind, _SPECIAL + sorted(frequent, key=lambda token: (-counts[token], token)), UNKNOWN_ID)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the tokens of `text`; DataError D005 for an unknown one, unless it has an id."""
+        """Return the token ids of `text`; raise D005 for an unknown token, unless `unknown_id` is set."""
         if self.unknown_id is not None:
             ids, unknown = self._ids, self.unknown_id
             return [ids.get(token, unknown) for token in _cut(self.kind, text)]
@@ -69,10 +69,10 @@ class Vocabulary:
         return ("" if self.kind == "characters" else " ").join(self.entries[i] for i in ids)
 
     def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of the tokens of `texts`, one after another, and how many each has."""
+        """Return the token ids of `texts`, concatenated, and the number of tokens of each."""
         if self.kind != "characters":
             return _joined([self.encode(text) for text in texts])
-        # A look-up in a table by code point takes a twentieth of one in a dictionary by character.
+        # A table lookup by code point is 20 times as fast as a dictionary lookup by character.
         joined = "".join(texts)
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
         none = -1 if self.unknown_id is None else self.unknown_id
@@ -85,7 +85,7 @@ class Vocabulary:
         return ids, np.fromiter(map(len, texts), np.int64, len(texts))
 
     def describe(self) -> dict[str, Any]:
-        """A JSON-serializable description, from which `read_tokenizer` builds the vocabulary again."""
+        """Return a JSON-serializable description, from which `read_tokenizer` rebuilds the vocabulary."""
         return {"kind": self.kind, "entries": self.entries, "unknown_id": self.unknown_id}
 
 
@@ -97,7 +97,7 @@ class HubTokenizer:
         self.source = source
         try:
             if content is None and (source.endswith(".json") or Path(source).is_file()):
-                # It is not a name on the hub, so the hub is not asked.
+                # A file, not a name on the hub: do not query the hub.
                 content = Path(source).read_text(encoding="utf-8")
             kind = tokenizers.Tokenizer
             self._tokenizer = kind.from_pretrained(source) if content is None else kind.from_str(content)
@@ -115,15 +115,15 @@ class HubTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the tokens of `text`, special ones included."""
+        """Return the token ids of `text`, including special tokens."""
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
 
     def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of the tokens of `texts`, one after another, and how many each has; on all cores."""
-        # If this is not set, the package warns of its threads when a process is forked later.
+        """Return the token ids of `texts`, concatenated, and the tokens of each; uses all cores."""
+        # Without this, the package warns about its threads when a process is forked later.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return _joined([encoding.ids for encoding in self._tokenizer.encode_batch(texts)])
 
@@ -135,7 +135,7 @@ Tokenizer = Vocabulary | HubTokenizer
 
 
 def read_tokenizer(description: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `describe` has described."""
+    """Rebuild a tokenizer from the result of its `describe`."""
     if description["kind"] != "hub":
         return Vocabulary(**description)
     return HubTokenizer(description["source"], description["content"])
@@ -144,12 +144,12 @@ def read_tokenizer(description: dict[str, Any]) -> Tokenizer:
 def learn_tokenizer(
     name: str, texts: Iterable[str], min_count: int | None = 1, known: DataInfo | None = None
 ) -> Tokenizer:
-    """The built-in tokenizer `name` with the vocabulary of `texts`, or the tokenizer that `name` refers to.
+    """Return the built-in tokenizer `name` with the vocabulary of `texts`, or the one `name` refers to.
 
     Args:
         texts: read for a built-in tokenizer only.
-        min_count: as of `Vocabulary.of`.
-        known: the data of a trained model, whose tokenizer is taken instead.
+        min_count: as for `Vocabulary.of`.
+        known: the data of a trained model, whose tokenizer is used instead.
     """
     if known is not None:
         return tokenizer_of(known)
@@ -157,7 +157,7 @@ def learn_tokenizer(
 
 
 def tokenizer_of(info: DataInfo) -> Tokenizer:
-    """The tokenizer that the data of `info` was read with; DataError D004 where it was not text."""
+    """Return the tokenizer that read the data of `info`; raise D004 if it was not text."""
     if "tokenizer" not in info.extra:
         raise DataError("D004", f"is text; the model was trained on {info.kind} data", key="data")
     return read_tokenizer(info.extra["tokenizer"])
@@ -173,7 +173,7 @@ def _cut(kind: str, text: str) -> Iterable[str]:
 
 
 CACHE_FROM_CHARACTERS = 2**20
-"""Shorter texts are tokenised anew each time, which takes less than a second."""
+"""Shorter texts are tokenized every time, which takes less than a second."""
 _FORMAT = "1"
 
 
@@ -181,7 +181,7 @@ class Encoded(NamedTuple):
     """Token ids of some texts, one after another."""
 
     tokens: NDArray[np.integer]
-    """uint16, or uint32 where the vocabulary is larger."""
+    """uint16, or uint32 if the vocabulary is larger."""
     lengths: NDArray[np.int64]
     """Tokens of each text."""
 
@@ -192,13 +192,13 @@ class Encoded(NamedTuple):
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
-    """The token ids of `texts`.
+    """Return the token ids of `texts`.
 
-    Those of more than a million characters are cached on disk, under the hash of texts and tokenizer. The
-    first rank of each machine hashes and tokenises; the others read what it has stored.
+    Ids of more than a million characters are cached on disk, under the hash of texts and tokenizer. The first
+    rank of each machine hashes and tokenizes; the others read the cached ids.
 
     Raises:
-        DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.
+        DataError: D005 for a token outside a vocabulary that has no unknown token.
     """
     if sum(map(len, texts)) < CACHE_FROM_CHARACTERS:
         return encode_anew(texts, tokenizer)
@@ -220,7 +220,7 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
 
 
 def encode_anew(texts: list[str], tokenizer: Tokenizer) -> Encoded:
-    """The token ids of `texts`, without the cache."""
+    """Return the token ids of `texts`, without the cache."""
     tokens, lengths = tokenizer.encode_all(texts) if texts else np.zeros((2, 0), np.int64)
     return Encoded(tokens.astype(token_type(tokenizer), copy=False), lengths)
 

@@ -1,4 +1,4 @@
-"""Records of random changes to training samples."""
+"""The config section of random changes to training images."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class AugmentSection(Section):
 
     @property
     def jitter(self) -> dict[str, float]:
-        """Largest change of each property of the colors."""
+        """Largest change of each color property."""
         own = {"brightness": self.brightness, "contrast": self.contrast, "saturation": self.saturation}
         return {name: self.color_jitter if most is None else most for name, most in own.items()}
 
 
 def one_way_of_cropping(augment: AugmentSection) -> PtfastError | None:
-    """Reject two ways of cropping or hiding at once, and ranges the wrong way round."""
+    """Return an error for two ways of cropping or erasing at once, or for a reversed range."""
     for name in ("resized_crop", "resized_ratio"):
         low, high = getattr(augment, name) or (0, 0)
         if low > high:
@@ -98,7 +98,7 @@ def one_way_of_cropping(augment: AugmentSection) -> PtfastError | None:
 
 
 def panel(augment: AugmentSection) -> dict[str, object]:
-    """The random changes to images that are on."""
+    """Return the enabled augmentations, for the panel."""
     parts, names = augment.resized_crop, ("translation", "scaling", "hue", "grayscale", "blur", "erasing")
     numbers = augment.jitter | {name: getattr(augment, name) for name in (*names, "mixup", "cutmix")}
     reflected = "reflected " * (augment.crop_padding_mode == "reflect")

@@ -1,4 +1,4 @@
-"""The plan of augmentation: changes to training images, and the random draws for each of them."""
+"""The augmentation of training images, and the random draws for each image."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ptfast.data.transforms.policies import apply_in_turn, draw_policy
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 
 _CACHED_PIXELS = 1 << 17
-"""Pixels that the host changes at a time, so that intermediate results stay in its caches."""
+"""Pixels that the host processes at a time, so that intermediate results stay in its caches."""
 
 
 class Augment(transforms.AugmentSection):
-    """Changes to training images: mirrored, cropped, moved, changed by a policy, recolored, blurred, erased.
+    """Augmentations: flip, crop, affine, policy, color, hue, blur and erasing, in this order.
 
-    They come in this order; a resized crop of the original image comes first. All draws are functions of
-    (seed, epoch, index). Crop and flip are part of gathering a batch; `change` does the rest.
+    A resized crop of the original image comes before all others. All draws are functions of (seed, epoch,
+    index). Crop and flip are part of gathering a batch; `change` does the rest.
     """
 
     seed: int = 0
     size: int = 0
     """Side in pixels that a resized crop is scaled to."""
     fill: tuple[float, ...] = ()
-    """The color of what is hidden, by channel; black if not given."""
+    """The color of hidden pixels, by channel; black if not given."""
     mask_fill: int | None = None
     """The label of pixels from outside an image or hidden in it; None if targets do not change."""
 
@@ -49,7 +49,7 @@ class Augment(transforms.AugmentSection):
 
     @property
     def changes(self) -> set[str]:
-        """Names in `draw_changes` of what changes after a batch is gathered."""
+        """Names of the changes made after a batch is gathered, as in `draw_changes`."""
         colors, hidden = max(*self.jitter.values(), self.grayscale), max(self.cutout, self.erasing)
         most = {"affine": max(self.rotation_degrees, self.translation, self.scaling), "policy": self.policy}
         most |= {"color": colors, "hue": self.hue, "blur": self.blur, "erased": hidden}
@@ -57,7 +57,7 @@ class Augment(transforms.AugmentSection):
 
     @property
     def hides(self) -> bool:
-        """True if some pixels may show nothing of the image."""
+        """True if some pixels may be hidden or come from outside the image."""
         outside = self.crop_padding > 0 and not self.reflects
         return outside or bool(self.changes & {"affine", "policy", "erased"})
 
@@ -66,7 +66,7 @@ class Augment(transforms.AugmentSection):
         return self.crop_padding > 0 and self.crop_padding_mode == "reflect"
 
     def draw(self, micro_batch: MicroBatchIndices) -> tuple[Indices, Indices, Indices]:
-        """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
+        """Draw (top, left, flipped) of each image: the corner of its crop after the flip and padding."""
         none = np.zeros(len(micro_batch.indices), np.int64)
         top = left = flipped = none
         if self.crop_padding:
@@ -74,7 +74,7 @@ class Augment(transforms.AugmentSection):
             top = self._integers(micro_batch, counter_draws.CROP_Y, high)
             left = self._integers(micro_batch, counter_draws.CROP_X, high)
         if self.flip == "alternating":
-            # Which half begins mirrored is drawn once; from then on each image turns over every epoch.
+            # Draw once which half starts mirrored; from then on, each image flips every epoch.
             drawn = self._integers(micro_batch._replace(epoch=0), counter_draws.FLIP, 2)
             flipped = drawn ^ (micro_batch.epoch & 1)
         elif self.flip:
@@ -82,7 +82,7 @@ class Augment(transforms.AugmentSection):
         return top, left, flipped
 
     def draw_changes(self, micro_batch: MicroBatchIndices, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """The draws that `change` takes for each image of `shape` (height, width), samples first."""
+        """Draw the amounts of `change` for each image of `shape` (height, width), samples first."""
 
         draw = partial(counter_draws.uniform, self.seed, micro_batch.epoch, micro_batch.indices)
 
@@ -121,7 +121,7 @@ class Augment(transforms.AugmentSection):
             left = self._integers(micro_batch, counter_draws.CUTOUT_X, width) - self.cutout // 2
             drawn["erased"] = np.stack([top, top + self.cutout, left, left + self.cutout], 1).astype(np.int32)
         elif self.erasing:
-            # As in torchvision, which has the height over the width.
+            # As in torchvision, whose ratio is height / width here.
             heights, widths = (np.full(len(micro_batch.indices), size) for size in shape)
             how = heights, widths, (0.02, 0.33), (1 / 3.3, 1 / 0.3), counter_draws.ERASED
             boxes = draw_boxes(self.seed, micro_batch.epoch, micro_batch.indices, *how)
@@ -130,7 +130,7 @@ class Augment(transforms.AugmentSection):
         return drawn
 
     def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
-        """A copy of gathered images, (batch, height, width, channels) uint8, changed as `drawn` for each."""
+        """Return gathered images, (batch, height, width, channels) uint8, each changed as `drawn`."""
         operations = {"affine": ops.affine, "policy": apply_in_turn, "color": ops.recolor}
         operations |= {"hue": ops.shift_hue, "blur": ops.blur, "erased": partial(ops.erase, fill=self.fill)}
         for name, amounts in drawn.items():
@@ -138,7 +138,7 @@ class Augment(transforms.AugmentSection):
         return images
 
     def change_masks(self, masks: Tensor, drawn: dict[str, Tensor]) -> Tensor:
-        """Masks (batch, height, width), moved and erased like their images, by the nearest pixel."""
+        """Move and erase masks (batch, height, width) like their images, by the nearest pixel."""
         assert self.mask_fill is not None
         fill, masks = self.mask_fill, masks[..., None]
         if "affine" in drawn:
@@ -152,7 +152,7 @@ class Augment(transforms.AugmentSection):
     def change_batch(
         self, images: Tensor, masks: Tensor | None, micro_batch: MicroBatchIndices
     ) -> tuple[Tensor, Tensor | None]:
-        """`change` and `change_masks` with the draws for `micro_batch`."""
+        """Apply `change` and `change_masks` with the draws for `micro_batch`."""
         if not self.changes:
             return images, masks
         shape = images.shape[1:3]
@@ -170,11 +170,11 @@ class Augment(transforms.AugmentSection):
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
-    """The augmentation that the config asks for; with `normalize`, hidden boxes are zeros once normalized.
+    """Build the configured augmentation; with `normalize`, hidden boxes are zeros once normalized.
 
     Raises:
-        ConfigError: C011 for data without images, changes that leave nothing of them, and targets that would
-            have to move with them and cannot.
+        ConfigError: C011 for data without images, changes that hide whole images, and targets that cannot
+            move with their images.
     """
     augment = Augment(**dict(wanted))
     if not augment:

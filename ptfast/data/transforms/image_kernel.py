@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
-"""Gathering, mirroring, recoloring, erasing and normalizing of a batch of images as one kernel, by Triton."""
+"""A Triton kernel that gathers, flips, recolors, erases and normalizes a batch of images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptfast.data.transforms.image_operations import gray_weights
 _BITS = tl.constexpr(16)
 _HALF = tl.constexpr(1 << 15)
 _SHIFT = tl.constexpr(1 << 32)
-"""Added to quotients while they are computed, so that none is negative: the rounding of those differs."""
+"""Offset that keeps quotients positive during division: negative ones would round differently."""
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def build_kernel(
     dtype: torch.dtype,
     layout: torch.memory_format,
 ) -> Callable[..., Tensor]:
-    """Build the function of `change_images` for a run; what it needs besides a batch goes to `device` once.
+    """Bind `change_images` to the constants of a run, which are sent to `device` once.
 
     Args:
         mean_and_factor: mean and factor of each channel; None for pixels that are normalized already.
@@ -127,13 +127,13 @@ def change_images(
     dtype: torch.dtype,
     layout: torch.memory_format,
 ) -> Tensor:
-    """Images as the model takes them, (batch, channels, height, width), with the bits of single operators.
+    """Return model inputs, (batch, channels, height, width), with the same bits as separate operators.
 
-    Every byte is read once, or twice where colors change, and every result written once.
+    Every byte is read once, or twice if colors change, and every result is written once.
 
     Args:
-        crops: (places, height, width, channels), of any strides; `starts` are the places of the batch's
-            images, int64, and `flipped` is 1 for those to be mirrored.
+        crops: (places, height, width, channels), of any strides; `starts` are the int64 indices of the
+            batch's images, and `flipped` is 1 for images to mirror.
         drawn: `color` and `erased` of `Augment.draw_changes`.
         constants: mean, factor and fill of each channel, float32.
 

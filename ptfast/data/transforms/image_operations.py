@@ -1,4 +1,4 @@
-"""Changes to whole batches of images, each image by an amount of its own."""
+"""Operations on batches of images, each image by its own amount."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 GRAY = (19595, 38470, 7471)
-"""Parts of red, green and blue in gray, in 1/65536: the weights of ITU-R 601, as PIL has them."""
+"""Weights of red, green and blue in gray, in 1/65536: those of ITU-R 601, as in PIL."""
 _BITS = 16
 _HALF = 1 << (_BITS - 1)
 BLUR_STEPS = 1 << 15
-"""Weights of a blur are whole parts of this."""
+"""Blur weights are multiples of one over this."""
 
 Floats = NDArray[np.float64]
 
@@ -29,10 +29,10 @@ def affine_coefficients(
     shape: Sequence[int],
     shear: Any = (0, 0),
 ) -> NDArray[np.float32]:
-    """Six coefficients for `affine` of each image: where its pixels come from.
+    """Return six coefficients of `affine` for each image: where its pixels come from.
 
-    Images are scaled and turned around their center, clockwise, by radians, then shifted by pixels. A shear
-    moves rows and columns by a part of their distance from the top left.
+    Images are scaled and rotated clockwise around their center, in radians, then shifted by pixels. A shear
+    moves rows and columns by a fraction of their distance from the top left.
     """
     (height, width), (shear_y, shear_x) = shape, shear
     cosine, sine = np.cos(angle) / scale, np.sin(angle) / scale
@@ -44,11 +44,11 @@ def affine_coefficients(
 
 
 def affine(images: Tensor, coefficients: Tensor, mode: str = "bilinear", fill: int = 0) -> Tensor:
-    """Images turned, scaled and shifted, each by its own amount, with `fill` outside.
+    """Rotate, scale and shift each image by its own amount, with `fill` outside.
 
-    Labels are exact up to 2**24. Cost: some 16 us for an image of 32x32 on one core.
+    Labels are exact up to 2**24. Cost: about 16 us for a 32x32 image on one core.
     """
-    # Zeros come from outside.
+    # grid_sample fills with zeros, so `fill` is subtracted first and added afterwards.
     planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).sub_(fill)
     sampled = F.grid_sample(planes, _grid(coefficients, images.shape[1:3]), mode=mode, align_corners=False)
     moved = torch.empty_like(images)
@@ -57,21 +57,21 @@ def affine(images: Tensor, coefficients: Tensor, mode: str = "bilinear", fill: i
 
 
 def _grid(coefficients: Tensor, shape: Sequence[int]) -> Tensor:
-    """Where each pixel of images of `shape` (height, width) comes from, for `grid_sample`."""
+    """Return the source of each pixel of images of `shape` (height, width), for `grid_sample`."""
     height, width = shape
     device = coefficients.device
     x = torch.arange(width, device=device, dtype=torch.float32).sub_((width - 1) / 2)
     y = torch.arange(height, device=device, dtype=torch.float32).sub_((height - 1) / 2).view(-1, 1)
     of_x, of_y, start = coefficients.view(-1, 2, 3, 1, 1).unbind(2)
-    # One product and one sum at a time: a matrix product may round otherwise with other threads.
+    # One product and one sum at a time: matrix products may round differently by thread count.
     return torch.stack([of_x[:, i] * x + (of_y[:, i] * y + start[:, i]) for i in (0, 1)], -1)
 
 
 def color_factors(brightness: Floats, contrast: Floats, saturation: Floats) -> NDArray[np.int32]:
-    """The factors of `recolor`: int32 (batch, 3), in 1/65536.
+    """Return the factors of `recolor`: int32 (batch, 3), in 1/65536.
 
-    Brightness multiplies pixels, contrast their distance from the mean gray of the image, saturation that
-    from the gray of the pixel. Together they are one factor each for pixel, gray and mean gray.
+    Brightness scales pixels, contrast their distance from the image's mean gray, saturation their distance
+    from the pixel's gray. Combined, they are one factor each for pixel, gray and mean gray.
     """
     of_pixel = brightness * contrast * saturation
     of_gray = brightness * contrast * (1 - saturation)
@@ -80,15 +80,15 @@ def color_factors(brightness: Floats, contrast: Floats, saturation: Floats) -> N
 
 
 def gray_weights(channels: int) -> Sequence[int]:
-    """Parts of the channels in gray, in 1/65536."""
+    """Return the weights of the channels in gray, in 1/65536."""
     return GRAY if channels == 3 else [(1 << _BITS) // channels] * channels
 
 
 def recolor(images: Tensor, factors: Tensor) -> Tensor:
-    """Images of other brightness, contrast and saturation; channels weigh alike in gray unless there are 3.
+    """Change brightness, contrast and saturation; channels weigh the same in gray unless there are 3.
 
     Computed in integers and rounded only once: the same bits on every device, with any number of threads.
-    Cost: some 15 us for an image of 32x32 on one core.
+    Cost: about 15 us for a 32x32 image on one core.
     """
     size, height, width, channels = images.shape
     # One plane for each channel: a factor then applies to long runs of memory.
@@ -106,7 +106,7 @@ def recolor(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def erase(images: Tensor, boxes: Tensor, fill: Sequence[float]) -> Tensor:
-    """Images with a box hidden in each: top, bottom, left and right (batch, 4); in black if `fill` is empty.
+    """Hide a box in each image: top, bottom, left and right (batch, 4); in black if `fill` is empty.
 
     Source: DeVries, Taylor 2017, arXiv:1708.04552; Zhong et al. 2017, arXiv:1708.04896.
     """
@@ -126,7 +126,7 @@ def erase(images: Tensor, boxes: Tensor, fill: Sequence[float]) -> Tensor:
 
 
 def inside(boxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """True for pixels in a box: (batch, height, width), for top, bottom, left and right (4, batch)."""
+    """Return True for pixels in a box, (batch, height, width); (4, batch) is top, bottom, left, right."""
     top, bottom, left, right = boxes[:, :, None, None]
     down, across = (torch.arange(size, device=boxes.device) for size in shape)
     rows = (top <= down[:, None]) & (down[:, None] < bottom)
@@ -134,7 +134,7 @@ def inside(boxes: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def shift_hue(images: Tensor, turns: Tensor) -> Tensor:
-    """RGB images whose hues are turned by a part of the color wheel, each by its own; others unchanged."""
+    """Shift the hue of each RGB image by its own fraction of the color wheel; leave others unchanged."""
     if images.shape[3] != 3:
         return images
     pixels = images.float()
@@ -149,9 +149,9 @@ def shift_hue(images: Tensor, turns: Tensor) -> Tensor:
 
 
 def blur(images: Tensor, profiles: Tensor) -> Tensor:
-    """Images blurred by weights of neighbors by their distance (batch, pixels), down and across.
+    """Blur images down and across; `profiles` are the weights of neighbors by distance (batch, pixels).
 
-    Both are a product of matrices for each image, whose weights are rounded so that sums are exact.
+    Each direction is one matrix product per image; its weights are rounded so that sums are exact.
     """
     for dim in (1, 2):
         places = torch.arange(images.shape[dim], device=images.device)
@@ -164,6 +164,6 @@ def blur(images: Tensor, profiles: Tensor) -> Tensor:
 
 
 def sent(values: NDArray[Any], device: torch.device) -> Tensor:
-    """`values` on the device, without the host waiting for it."""
+    """Send `values` to the device without blocking the host."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

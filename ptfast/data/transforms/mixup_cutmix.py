@@ -1,4 +1,4 @@
-"""Mixup and CutMix: training on pairs of samples, made on the device out of one micro-batch."""
+"""Mixup and CutMix: training on pairs of samples, mixed on the device within a micro-batch."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class Draw(NamedTuple):
     """How each sample of a micro-batch is mixed."""
 
     partners: NDArray[np.int64]
-    """(batch,): the sample that each is mixed with; every one is the partner of one other."""
+    """(batch,): the partner of each sample; every sample is the partner of exactly one."""
     shares: NDArray[np.float32]
-    """(batch,): part of each sample that stays its own, in [0, 1]."""
+    """(batch,): the weight of each sample itself, in [0, 1]."""
     cuts: NDArray[np.bool_]
     """(batch,): whether a patch of the partner is pasted; otherwise the two are blended."""
     boxes: NDArray[np.int64]
-    """(4, batch): top, bottom, left and right of what changes: of the patch, or all of a blended image."""
+    """(4, batch): top, bottom, left and right of the changed box: the patch, or a whole blended image."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Mixes each sample of a micro-batch with another one of it.
+    """Mixes each sample of a micro-batch with another sample in it.
 
-    Partner, share and patch of a sample, and the choice between the two methods if both are on, are functions
-    of (seed, step, micro-batch, place in it). All samples are mixed at once: a patch is a blend by weights of
-    0 and 1.
+    A sample's partner, share and patch, and its method if both are on, are functions of (seed, step,
+    micro-batch, place in it). All samples are mixed at once: pasting a patch is blending with weights of 0
+    and 1.
 
     Args:
         mixup: parameter of the Beta distribution of mixup's shares, > 0; 0 for no mixup. 0.2 is mild, 1 draws
-            shares evenly.
+            shares uniformly.
         cutmix: the same for CutMix.
         masks: whether each pixel has a target: patches are then pasted into targets, too.
 
-    Cost: two passes over the inputs on the device, and some 0.1 ms on the host, which waits for nothing.
+    Cost: two passes over the inputs on the device, and about 0.1 ms on the host, which never waits.
     Source: Zhang, Cisse, Dauphin, Lopez-Paz 2018, arXiv:1710.09412; Yun et al. 2019, arXiv:1905.04899.
     """
 
@@ -58,11 +58,11 @@ class Mix:
     masks: bool = False
 
     def draw(self, step: int, micro_batch: int, shape: torch.Size) -> Draw:
-        """How to mix inputs of `shape`: (batch, ...) for mixup, (batch, ..., height, width) for CutMix."""
+        """Draw a mix for `shape`: (batch, ...) for mixup, (batch, ..., height, width) for CutMix."""
         size = shape[0]
         own_seed, numbers = counter_draws.key(self.seed, micro_batch), np.arange(5 * size).reshape(5, size)
         order, share, kind, y, x = counter_draws.uniform(own_seed, step, numbers, counter_draws.MIX)
-        # One ring in random order, so that each has a partner; a sample without others is its own partner.
+        # A ring in random order gives each sample a partner; a single sample is its own partner.
         ring = order.argsort(kind="stable")
         partners = np.empty_like(ring)
         partners[ring] = np.roll(ring, 1)
@@ -77,14 +77,14 @@ class Mix:
         half = np.sqrt(1 - shares) / 2
         top, bottom = (np.rint((y + sign * half) * height).clip(0, height) for sign in (-1, 1))
         left, right = (np.rint((x + sign * half) * width).clip(0, width) for sign in (-1, 1))
-        # What is left of a patch at the border counts, not what was drawn.
+        # Patches are clipped at the border, so the share follows from the clipped area.
         shares = np.where(cuts, 1 - (bottom - top) * (right - left) / (height * width), shares)
         whole = np.array([[0], [height], [0], [width]])
         boxes = np.where(cuts, np.stack([top, bottom, left, right]), whole).astype(np.int64)
         return Draw(partners, shares.astype(np.float32), cuts, boxes)
 
     def __call__(self, data: Any, step: int, micro_batch: int) -> tuple[Tensor, Mixed]:
-        """Mixed `(inputs, targets)`; inputs keep shape, type and memory format."""
+        """Return mixed `(inputs, targets)`; inputs keep shape, type and memory format."""
         inputs, targets = data
         if not inputs.is_floating_point():
             what = f"inputs of type {inputs.dtype} cannot be mixed"
@@ -94,8 +94,8 @@ class Mix:
         mixed = Mixed(targets, targets.index_select(0, partners), shares)
         if self.masks and self.cutmix:
             mixed = self._pasted(mixed, draw)
-        # Pixels in the order in which they lie in memory: torch is slow where a dimension of 3 comes last and
-        # weights do not have it.
+        # View pixels in memory order: torch is slow if a dimension of 3 comes last and the weights are
+        # broadcast along it.
         is_channels_last = inputs.dim() == 4 and not inputs.is_contiguous()
         is_channels_last = is_channels_last and inputs.is_contiguous(memory_format=torch.channels_last)
         channels = inputs.shape[1] if is_channels_last else 0
@@ -107,7 +107,7 @@ class Mix:
         return (pairs.unflatten(2, (-1, channels)).permute(0, 3, 1, 2) if channels else pairs), mixed
 
     def _pasted(self, mixed: Mixed, draw: Draw) -> Mixed:
-        """Targets with the patches of their partners in them, where patches are pasted."""
+        """Paste the patches of partners into targets, for samples with a patch."""
         targets, partners, shares = mixed
         cuts = sent(draw.cuts, targets.device)
         patches = inside(sent(draw.boxes, targets.device), targets.shape[-2:]) & cuts[:, None, None]
@@ -115,7 +115,7 @@ class Mix:
         return Mixed(torch.where(patches, partners, targets), partners, shares.where(~cuts, 1.0))
 
     def _weights(self, draw: Draw, shape: torch.Size, channels: int) -> Iterator[NDArray[np.float32]]:
-        """Weights of the partners, in columns, then in rows: their product would be as large as a channel."""
+        """Yield partner weights of columns, then of rows: their product would be as large as a channel."""
         least = np.where(draw.cuts, np.float32(1), 1 - draw.shares)
         if not self.cutmix:
             yield least.reshape(-1, *[1] * ((3 if channels else len(shape)) - 1))
@@ -130,9 +130,9 @@ class Mix:
 
 
 def beta(alpha: float, chances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Numbers of the distribution Beta(alpha, alpha), by the inverse of its distribution function.
+    """Map uniform `chances` in [0, 1) to Beta(alpha, alpha), by the inverse of its CDF.
 
-    `chances` are evenly distributed in [0, 1). Unlike numpy's generator, this is the same in every version.
+    Unlike numpy's generator, this gives the same numbers in every version.
     """
     points, masses = _lower_half(alpha)
     value = np.interp(np.minimum(chances, 1 - chances), masses, points) ** (1 / min(alpha, 1))
@@ -141,8 +141,8 @@ def beta(alpha: float, chances: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @functools.cache
 def _lower_half(alpha: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Points x**p from 0 to x = 1/2, p = min(alpha, 1), and the mass of Beta(alpha, alpha) below each."""
-    # The density over x**p is finite, where that over x has a pole at 0 for alpha < 1.
+    """Return points x**p from 0 to x = 1/2, p = min(alpha, 1), and Beta(alpha, alpha)'s CDF at each."""
+    # The density over x**p is finite; over x, it has a pole at 0 for alpha < 1.
     power = min(alpha, 1)
     points = np.linspace(0, 0.5**power, BETA_POINTS)
     x = points ** (1 / power)
@@ -152,7 +152,7 @@ def _lower_half(alpha: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: Any) -> Mix | None:
-    """The transform that mixes training batches; None if none is asked for.
+    """Build the transform that mixes training batches; return None if both are off.
 
     Raises:
         ConfigError: C011 for data that cannot be mixed, and tasks that do not take pairs of targets.

@@ -16,17 +16,16 @@ from ptfast.data.map_source import MapSource, TensorSource
 
 Statistics = dict[str, list[float]]
 EXACT_BYTES = 2**30
-"""Decoded inputs up to this size are all counted. Fixed, so that it is the same on every machine."""
+"""Statistics cover all inputs up to this decoded size. It is fixed, to be the same on every machine."""
 _SAMPLE_LIMIT = 10_000
-"""Samples that statistics are taken from if the inputs are larger."""
+"""Number of samples used for statistics if the inputs are larger."""
 
 
 class Normalizer:
-    """Turns raw inputs into float32 of zero mean and unit deviation: `(x.float() - mean) * (1 / std)`.
+    """Normalizes raw inputs to zero mean and unit deviation: `(x.float() - mean) * (1 / std)`.
 
-    It runs on the device, on uint8 that crossed the bus at a quarter of the bytes. `mean` and `std` are
-    per channel of an image (raw scale), or per feature of a vector. `dtype` and `layout` are those of the
-    result for images.
+    It runs on the device: uint8 crosses the bus at a quarter of the bytes. `mean` and `std` are per
+    image channel (raw scale) or per feature. `dtype` and `layout` apply to the result for images.
     """
 
     def __init__(
@@ -47,13 +46,13 @@ class Normalizer:
         self._expanded: tuple[Any, Tensor, Tensor] | None = None
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """A normalized copy, in the memory format of `inputs`, or in `layout` if it `fuses`."""
+        """Return a normalized copy, in the memory format of `inputs`, or in `layout` if it `fuses`."""
         if self.fuses(inputs):
             return self.fused(inputs)
         mean, factor = self._mean, self._factor
         if self._images:
-            # Broadcasting three channels along the fastest dimension would be an inner loop of three: the
-            # mean and factor are expanded to a whole image.
+            # Expand mean and factor to a whole image: broadcasting three channels along the fastest dimension
+            # would run inner loops of three.
             layout = (inputs.shape[1:], inputs.stride()[1:])
             if self._expanded is None or self._expanded[0] != layout:
                 full = torch.empty_like(inputs[:1], dtype=torch.float32)
@@ -67,11 +66,11 @@ class Normalizer:
         return self._mean, self._factor
 
     def fuses(self, inputs: Tensor) -> bool:
-        """True for bytes of images on a GPU, whose kernels convert what they read and write."""
+        """Return True for uint8 images on a GPU, whose kernels convert types as they read and write."""
         return self._images and inputs.is_cuda and inputs.dtype == torch.uint8
 
     def fused(self, inputs: Tensor) -> Tensor:
-        """As a call, with the same bits, in two kernels: one reads bytes, one writes the result."""
+        """Normalize in two kernels, with the same bits as a call: one reads bytes, one writes the result."""
         out = torch.empty(inputs.shape, dtype=self._dtype, device=inputs.device, memory_format=self._layout)
         centered = torch.sub(inputs, self._mean, out=out if self._dtype == torch.float32 else None)
         return torch.mul(centered, self._factor, out=out)
@@ -80,17 +79,17 @@ class Normalizer:
 def statistics(
     source: MapSource, cache_key: Callable[[], str] | None = None, decoded: MapSource | None = None
 ) -> Statistics:
-    """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
+    """Return `mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
-    Exact if the samples are in memory or take at most 1 GiB once decoded, else from 10,000 evenly spaced
-    ones: the data alone decides, so that every loader normalizes by the same bits. Statistics that needed
-    decoding are cached on disk by `cache_key`. `decoded` are the same samples, decoded already.
+    They are exact if the samples are in memory or take at most 1 GiB decoded, else from 10,000 evenly spaced
+    ones. This depends only on the data, so that every loader normalizes by the same bits. Statistics that
+    needed decoding are cached on disk by `cache_key`. `decoded` are the same samples, already decoded.
     """
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))
     everything = np.arange(len(source))
     spaced = source.spread(_SAMPLE_LIMIT)
-    # Packing has summed up the pixels of each image.
+    # A pack stores the pixel sums of each image.
     if (sums := source.pixel_sums(everything)) is not None:
         if 3 * sums[0] > EXACT_BYTES and (of_some := source.pixel_sums(spaced)) is not None:
             sums = of_some
@@ -114,12 +113,11 @@ def statistics(
 
 
 def _sums(inputs: Tensor) -> tuple[int, Any, Any]:
-    """Count, sums and sums of squares over all but the last dimension; exact for uint8."""
+    """Return count, sums and sums of squares over all but the last dimension; exact for uint8."""
     rows = inputs.reshape(len(inputs), -1)
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     squares = total.clone()
-    # 256 squares of bytes add up to less than 2**24: float32 has them exactly, at a fraction of float64's
-    # traffic.
+    # 256 squares of bytes sum to less than 2**24, so float32 is exact, with less memory traffic than float64.
     dtype = torch.float32 if inputs.dtype == torch.uint8 else torch.float64
     for chunk in rows.split(min(256, max(1, 2**22 // rows.shape[1]))):
         values = chunk.to(dtype, copy=True)
@@ -130,9 +128,9 @@ def _sums(inputs: Tensor) -> tuple[int, Any, Any]:
 
 
 def finish_statistics(count: int, total: Any, squares: Any) -> Statistics:
-    """Mean and deviation from a count, sums and sums of squares; a std of 0 becomes 1."""
+    """Return mean and deviation from a count, sums and sums of squares; a std of 0 becomes 1."""
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
-    # Rounding leaves a trace of deviation in a constant column; blowing it up would be noise.
+    # Rounding leaves a tiny deviation in constant columns; dividing by it would amplify noise.
     std = torch.where(std > 1e-7 * mean.abs().clamp(min=1e-30), std, 1.0)
     return {"mean": mean.tolist(), "std": std.tolist()}

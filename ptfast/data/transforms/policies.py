@@ -1,4 +1,4 @@
-"""Policies of augmentation: the operations that change each image, and how strongly, as in torchvision."""
+"""Augmentation policies as in torchvision: the operations on each image, and their magnitudes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Contrast"),
     *("Color", "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize", "Invert"),
 )
-"""Their names in torchvision; draws are numbers of this list. Those from 1 to 9 go either way."""
+"""Torchvision's names of operations; draws are indices. Operations 1 to 9 get a random sign."""
 _TOGETHER = ((1, 2, 3, 4, 5), (6, 7, 8), (9,), (10,), (11, 14), (12,), (13,))
-"""Operations that are one computation, of all images that any of them is drawn for."""
+"""Groups of operations that are computed together, for all images that draw any of them."""
 _AFFINE, _COLOR, _SHARPEN, _POSTERIZE, _SOLARIZE, _, _EQUALIZE = _TOGETHER
 SPACES = {
     "trivial": (31, 0.99, 32, 135, 0.99, 8, 2),
     "rand": (31, 0.3, 150 / 331, 30, 0.9, 8, 4),
     "auto": (10, 0.3, 150 / 331, 30, 0.9, 8, 4),
 }
-"""The number of magnitudes; the largest shear, shift (a part of the side; pixels above 1), degrees and change
-of color; bits that posterizing leaves at the smallest magnitude and at the largest."""
+"""The number of magnitudes; the largest shear, shift (a fraction of the side; pixels above 1), rotation and
+color change; the bits that posterizing leaves at the smallest and at the largest magnitude."""
 
 
 def draw_policy(
     augment: AugmentSection, draw: Callable[[int], Floats], shape: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Number and magnitude of the operations for each image one after another, (batch, operations, 2).
+    """Draw the operations of each image in order: index and magnitude, (batch, operations, 2).
 
-    `draw` gives numbers in [0, 1) for a stream.
+    `draw` returns numbers in [0, 1) for a stream.
 
     Source: Mueller, Hutter 2021, arXiv:2103.10158; Cubuk, Zoph, Shlens, Le 2019, arXiv:1909.13719; Cubuk et
     al. 2018, arXiv:1805.09501.
@@ -63,7 +63,7 @@ def draw_policy(
 
 
 def strengths(policy: str, shape: Sequence[int]) -> NDArray[np.float64]:
-    """What each magnitude of a policy means for each operation, (operations, magnitudes)."""
+    """Return the strength of each operation at each magnitude, (operations, magnitudes)."""
     count, shear, shift, degrees, color, bits, fewest = SPACES[policy]
     level, (height, width) = np.linspace(0, 1, count), (shift * (1 if shift > 1 else side) for side in shape)
     signed = np.outer([0, shear, shear, width, height, degrees, *[color] * 4], level)
@@ -71,10 +71,10 @@ def strengths(policy: str, shape: Sequence[int]) -> NDArray[np.float64]:
 
 
 def apply_in_turn(images: Tensor, drawn: Tensor, fill: int | None = None) -> Tensor:
-    """Images (batch, height, width, channels) uint8 after each operation that `draw_policy` has `drawn`.
+    """Apply operations `drawn` by `draw_policy` to images (batch, height, width, channels) uint8.
 
-    With `fill` they are masks, which only move. `drawn` stays on the host, which groups images by operation.
-    Pixels are torchvision's up to rounding.
+    With `fill`, they are masks, which only move. `drawn` stays on the host, which groups images by operation.
+    Pixels match torchvision's up to rounding.
     """
     for numbers, magnitudes in drawn.permute(1, 2, 0).numpy():
         images = images.clone()
@@ -88,7 +88,7 @@ def apply_in_turn(images: Tensor, drawn: Tensor, fill: int | None = None) -> Ten
 
 
 def _changed(kind: tuple[int, ...], images: Tensor, amounts: Floats, fill: int) -> Tensor:
-    """Images after operations of one kind, by `amounts` (operations of the kind, batch)."""
+    """Apply operations of one kind to images, by `amounts` (operations of the kind, batch)."""
     from torchvision.transforms.v2 import functional as V
 
     device, planes = images.device, images.permute(0, 3, 1, 2)

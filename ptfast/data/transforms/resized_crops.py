@@ -1,4 +1,4 @@
-"""Random resized crops: a box of random area and shape out of each image, scaled to one size."""
+"""Random resized crops: a box of random area and aspect ratio in each image, scaled to one size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from ptfast.data.sampling import counter_draws
 
 ATTEMPTS = 10
-"""Boxes that are drawn until one lies inside the image."""
+"""Maximum number of boxes drawn until one fits into the image."""
 
 Boxes = NDArray[np.float64]
-"""(images, 4): top, left, height and width of a box, as parts of the height and width of its image."""
+"""(images, 4): top, left, height and width of a box, as fractions of the height and width of its image."""
 Sizes = NDArray[np.int64]
 """(images,): heights or widths, in pixels."""
 
@@ -32,15 +32,15 @@ def draw_boxes(
     ratio: tuple[float, float],
     first_stream: int = counter_draws.BOX,
 ) -> Boxes:
-    """A box for each image, drawn as torchvision's RandomResizedCrop draws it, for all of them at once.
+    """Draw a box for each image as torchvision's RandomResizedCrop does, for all images at once.
 
-    Each is a function of (seed, epoch, index) and of the original size.
+    Each box is a function of (seed, epoch, index) and of the image's original size.
 
     Args:
-        scale: least and largest part of the area.
-        ratio: least and largest width of a box over its height; its logarithm is drawn evenly.
+        scale: smallest and largest fraction of the area.
+        ratio: smallest and largest aspect ratio (width / height); its logarithm is drawn uniformly.
 
-    Cost: 2 us for an image.
+    Cost: 2 us per image.
     Source: Szegedy et al. 2014, arXiv:1409.4842; torchvision's RandomResizedCrop.
     """
     box_heights, box_widths = np.zeros((2, len(indices)), np.int64)
@@ -66,9 +66,9 @@ def draw_boxes(
 
 
 def resized_crop(pixels: NDArray[np.uint8], box: NDArray[np.float64], mirrored: bool, size: int) -> Tensor:
-    """One box of an image, resized as bytes to a square: uint8 (size, size, channels).
+    """Crop a box of an image and resize it as bytes to a square: uint8 (size, size, channels).
 
-    Cost: 0.15 ms from 300x300 to 224x224 on one core, against 0.6 ms for the decoding of a JPEG of 500x400.
+    Cost: 0.15 ms from 300x300 to 224x224 on one core, against 0.6 ms to decode a JPEG of 500x400.
     """
     top, bottom = pixel_edges(box[0], box[2], pixels.shape[0])
     left, right = pixel_edges(box[1], box[3], pixels.shape[1])
@@ -78,8 +78,8 @@ def resized_crop(pixels: NDArray[np.uint8], box: NDArray[np.float64], mirrored: 
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """An image in another size, bilinear and antialiased: uint8 (height, width, channels)."""
-    # The batch dimension comes first, then the channels: otherwise torch takes the image for channels first
+    """Resize an image, bilinear and antialiased: uint8 (height, width, channels)."""
+    # Add the batch dimension before moving the channels: otherwise torch takes the image for channels first,
     # and converting it takes as long as resizing it.
     batch = image[None].permute(0, 3, 1, 2)
     resized = F.interpolate(batch, (height, width), mode="bilinear", antialias=True, align_corners=False)
@@ -87,7 +87,7 @@ def resize(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def box_edges(boxes: Boxes, height: int, width: int) -> NDArray[np.int64]:
-    """`pixel_edges` of boxes in images of one size: (4, images), first row, end, first column, end."""
+    """Return `pixel_edges` of boxes in images of one size: (4, images), top, bottom, left and right."""
 
     def edges(start: NDArray[np.float64], length: NDArray[np.float64], size: int) -> list[Any]:
         first = np.minimum(np.floor(start * size + 0.5), size - 1)
@@ -99,6 +99,6 @@ def box_edges(boxes: Boxes, height: int, width: int) -> NDArray[np.int64]:
 
 
 def pixel_edges(start: float, length: float, size: int) -> tuple[int, int]:
-    """First and end pixel of a part of a line of `size` pixels; at least one pixel."""
+    """Return first and end pixel of a fraction of a line of `size` pixels; at least one pixel."""
     first = min(math.floor(start * size + 0.5), size - 1)
     return first, max(first + 1, min(math.floor((start + length) * size + 0.5), size))

@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 
 
 def augmented(augment: Augment, raw: Any, micro_batch: MicroBatchIndices) -> Any:
-    """A raw batch `(images, targets, ...)`, changed as drawn for `micro_batch`; targets if they are masks.
+    """Augment a raw batch `(images, targets, ...)` as drawn for `micro_batch`, with targets that are masks.
 
     Images are uint8 (batch, height, width, channels); masks are (batch, height, width), or with a channel.
     """
@@ -38,7 +38,7 @@ def augmented(augment: Augment, raw: Any, micro_batch: MicroBatchIndices) -> Any
 def cropped(
     augment: Augment, source: MapSource, micro_batch: MicroBatchIndices, places: Indices
 ) -> tuple[Tensor, Tensor]:
-    """The raw batch of `micro_batch` by `augment.resized_crop`; its samples lie at `places` of `source`.
+    """Return the raw batch of `micro_batch`, cropped and resized; its samples are `places` of `source`.
 
     Images are uint8 (batch, side, side, channels).
     """
@@ -59,12 +59,12 @@ def cropped(
 
 
 class MemoryBatches:
-    """Gathers augmented batches straight out of padded images in memory, masks with them.
+    """Gathers augmented batches, with their masks, directly from padded images in memory.
 
-    Padded images and their mirrored copies are channels last: each row of a crop is one run of bytes, and a
-    batch one gather of rows.
+    Padded images and their mirrored copies are channels last, so each row of a crop is one run of bytes, and
+    a batch is one gather of rows.
 
-    Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
+    Cost: memory for the padded images, twice if they are flipped; 1 to 2 us per 32x32 image.
     """
 
     def __init__(self, source: TensorSource, augment: Augment, arrays: SharedArrays | None = None) -> None:
@@ -100,7 +100,7 @@ class MemoryBatches:
 def _crop_and_flip(
     augment: Augment, images: Tensor, drawn: tuple[Indices, Indices, Indices], fill: int = 0
 ) -> Tensor:
-    """Crops of images, mirrored first, as `Augment.draw` has `drawn` them, with `fill` outside."""
+    """Flip, then crop images as `drawn` by `Augment.draw`, with `fill` outside."""
     top, left, flipped = drawn
     if augment.flip:
         pixels, mirror = images.numpy().copy(), flipped.astype(bool)
@@ -113,12 +113,12 @@ def _crop_and_flip(
 
 
 class RowWindows:
-    """Crops out of padded images, row by row: integers of any type, (samples, height, width, channels).
+    """Crops of padded images, row by row: integers of any type, (samples, height, width, channels).
 
     Args:
         mirrored: keep mirrored copies behind the images, as slots `samples` to `2 * samples`.
         fill: the value of the padding.
-        reflect: pad with what lies inside, mirrored at the edges.
+        reflect: pad with the pixels inside, mirrored at the edges.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RowWindows:
         padded_height, padded_width = padded.shape[1:3]
         self._pixel_bytes, self._row_bytes = channels, padded_width * channels
         self._slot_bytes = padded_height * self._row_bytes
-        # Without padding to the sides the rows of a crop follow one another: one run contains them all.
+        # Without padding at the sides, the rows of a crop are contiguous: one run contains them all.
         rows_per_run = height if width == padded_width else 1
         run_bytes = rows_per_run * width * channels
         self._run_offsets = np.arange(0, height, rows_per_run) * self._row_bytes
@@ -164,7 +164,7 @@ class RowWindows:
         )
 
     def corners(self, slots: Indices, top: Indices, left: Indices) -> Indices:
-        """Where the crops of `slots` at (`top`, `left`) begin in memory."""
+        """Return the byte offsets of the crops of `slots` at (`top`, `left`)."""
         return slots * self._slot_bytes + top * self._row_bytes + left * self._pixel_bytes
 
     def gather(self, corners: Indices) -> Tensor:
@@ -173,12 +173,12 @@ class RowWindows:
 
 
 def reflected(length: int, padding: int) -> Indices:
-    """Where the pixels of a padded line come from, if it is mirrored at its ends."""
+    """Return the source of each pixel of a padded line that is mirrored at its ends."""
     return np.pad(np.arange(length), padding, "reflect")
 
 
 def padded_bytes(augment: Augment, source: TensorSource) -> int:
-    """Bytes that images, and masks with them, take with their padding."""
+    """Return the bytes that padded images, and their masks if they move, take."""
     stored, pad = [source.inputs], 2 * augment.crop_padding
     if augment.mask_fill is not None:
         stored.append(planes(augment, source.targets)[..., None])
@@ -189,7 +189,7 @@ def padded_bytes(augment: Augment, source: TensorSource) -> int:
 
 
 def planes(augment: Augment, targets: Tensor) -> Tensor:
-    """Masks as (samples, height, width), of a type that can hold `augment.mask_fill` where that is needed."""
+    """Return masks as (samples, height, width), in a type that can represent `mask_fill` if needed."""
     assert augment.mask_fill is not None
     masks = targets.reshape(len(targets), *targets.shape[-2:])
     if not augment.hides or can_hold(masks.dtype, augment.mask_fill):
@@ -200,7 +200,7 @@ def planes(augment: Augment, targets: Tensor) -> Tensor:
 def cut_masks(
     masks: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, flipped: Tensor, size: int
 ) -> Tensor:
-    """Boxes of masks, scaled by the nearest pixel to squares, then mirrored."""
+    """Crop boxes of masks, scale them to squares by the nearest pixel, then mirror them."""
     # The pixel under the center of each of `size` parts of a line from start to end.
     places = 2 * torch.arange(size, device=masks.device) + 1
     rows, columns = (
