@@ -15,7 +15,7 @@ from ptfast.core.sections.section import Count, OpenFraction
 
 
 class Airbench(nn.Module):
-    """A whitening layer and three groups of 3x3 convolutions, made to reach 94 % on CIFAR-10 in 8 epochs.
+    """A whitening layer and three groups of 3x3 convolutions, for 94 % on CIFAR-10 in 8 epochs.
 
     The first filters of each convolution start as the identity, one per input channel, and the norms' scales
     stay at 1. It has 2.0 M parameters; the network for 96 %, with widths of [128, 384, 512] and three

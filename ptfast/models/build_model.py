@@ -48,7 +48,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         # The default of 3 is meant for images.
         missing.append("in_channels")
     if missing:
-        # The constructor would fail with a TypeError.
+        # Otherwise the constructor would fail with a TypeError.
         keys = " and ".join(missing)
         attribute = ", give your dataset an attribute vocab_size" if missing[0] == "vocab_size" else ""
         what = f"needs {keys}, which {info.kind} data does not determine"

@@ -1,4 +1,4 @@
-"""A shallow residual network for small images, made for short training times."""
+"""A shallow residual network for small images, designed for short training times."""
 
 from __future__ import annotations
 

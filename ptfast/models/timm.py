@@ -16,7 +16,7 @@ def build(
     """Construct a timm model, such as `resnet50d` or `vit_small_patch16_224`.
 
     Args:
-        name: as in `timm.list_models()`, optionally with a tag of its weights after a dot.
+        name: a name from `timm.list_models()`, optionally with the tag of its weights after a dot.
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data.
         pretrained: start from the published weights; timm adapts the head and the first layer.

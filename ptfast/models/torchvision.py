@@ -21,7 +21,7 @@ def build(
     """Construct a torchvision classifier (`resnet50`, `vit_b_16`) or segmentation model (`fcn_resnet50`).
 
     Args:
-        name: as in `torchvision.models.list_models(module=torchvision.models)`, or of its `segmentation`.
+        name: from `torchvision.models.list_models(module=torchvision.models)`, or of its `segmentation`.
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data; if not 3, the first layer changes.
         pretrained: start from the best published weights, with a fresh head if the classes differ.

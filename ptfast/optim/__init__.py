@@ -30,21 +30,21 @@ class ParameterGroup(Section):
     """Settings of the parameters whose names match; if entries disagree, the later one wins."""
 
     match: str
-    """Pattern of names, such as `*.bias` or `layers.0.*`; `*` stands for dots too, and case counts."""
+    """Pattern of names, such as `*.bias` or `layers.0.*`; `*` also matches dots, and case matters."""
     lr_scale: Positive | None = None
     """Factor on the learning rate."""
     weight_decay: NotNegative | None = None
     """Weight decay in place of the optimizer's."""
     name: str | None = None
-    """Name of their optimizer for a task that takes its own steps, such as `critic`."""
+    """Name of their optimizer, such as `critic`, for a task that steps its optimizers itself."""
     trains_from: Annotated[Duration, InUnit("epochs")] | None = None
-    """Point of the run at which they begin to train."""
+    """Point of the run at which they start to train."""
     trains_until: Annotated[Duration, InUnit("epochs")] | None = None
     """Point of the run at which they stop; 0 keeps them frozen throughout."""
 
 
 class Optimizer(TargetSection):
-    """The optimizer, and settings of single parameters."""
+    """The optimizer, and settings of individual parameters."""
 
     decay_1d: bool = True
     """Apply weight decay also to norms and biases (parameters of at most one dimension)."""
@@ -53,17 +53,17 @@ class Optimizer(TargetSection):
     freeze_backbone: Annotated[Duration, InUnit("epochs")] | None = None
     """How long all layers below the last are frozen, for example `1epochs`; null never freezes them."""
     freeze_backbone_stats: bool = False
-    """Keep the running statistics of BatchNorm, and normalize by them, in every layer that is frozen."""
+    """In frozen layers, let BatchNorm normalize by its running statistics, without updating them."""
     groups: list[ParameterGroup] = Field(default_factory=list)
     """Settings of parameters by name: a list such as `[{match: "*.bias", lr_scale: 64}]`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate grows with the batch size, relative to `reference_batch`."""
     reference_batch: Count | None = None
-    """The batch size that learning rate and weight decay are given for."""
+    """The batch size for which learning rate and weight decay are given."""
 
 
 def one_way_of_clipping(gradients: Gradients) -> Iterator[PtfastError]:
-    """Reject two ways of clipping at once."""
+    """Reject more than one way of clipping gradients."""
     names = ("clip_norm", "clip_value", "clip_adaptive")
     ways = [(f"gradients.{name}", value) for name in names if (value := getattr(gradients, name))]
     for key, value in ways[1:]:

@@ -55,7 +55,7 @@ class Muon(Optimizer):
         eps: AdamW's term in the denominator.
         sgd_momentum: SGD's momentum, in [0, 1).
         fused: use the fused step of AdamW or SGD.
-        model: gives parameters their names and modules.
+        model: the model, which tells the names and modules of the parameters.
 
     Cost: `ns_steps * (4 * n * n * m + 2 * n * n * n)` floating-point operations per matrix of n <= m; half
     of AdamW's state. With fp16 gradient scaling the host waits for every step's check. Sources: Jordan et al.

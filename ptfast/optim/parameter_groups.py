@@ -103,7 +103,7 @@ class Grouping:
                 raise ConfigError("C005", what, key=key, value=entry.match, suggestion=hint)
             notes.append(f"{entry.match} ({matches[index]}){_format_override(entry)}")
         self.note = "; ".join(notes) or None
-        """The settings, for the panel; None without any."""
+        """The settings, for the panel; None if there are none."""
         stepped = {asked.name for asked in self._asked.values() if not asked.frozen}
         for index, entry in enumerate(groups):
             if entry.name is not None and entry.name not in stepped:
@@ -198,7 +198,7 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
 
 
 def reference_lr(optimizer: torch.optim.Optimizer, name: str = "lr") -> float:
-    """Return an optimizer's learning rate without group scales; name `initial_lr` for the base one."""
+    """Return an optimizer's learning rate without group scales; `name="initial_lr"` gives the base one."""
     group = min(optimizer.param_groups, key=lambda group: group.get("lr_scale", 1.0) != 1.0)
     return group[name] / group.get("lr_scale", 1.0)
 

@@ -45,18 +45,18 @@ def apply_checkpointing(
 ) -> dict[str, nn.Module]:
     """Let blocks of `model` drop their activations, and recompute them in the backward pass.
 
-    Activations take most of the memory of a step. With this, only the inputs of blocks are kept, plus the
+    Activations take most of a step's memory. Checkpointing keeps only the inputs of blocks, plus the
     activations of one block during its backward pass. Gradients, running statistics and random numbers stay
     the same bit for bit.
 
     Args:
-        model: in its final form except for compiling and wrapping; changed in place, names stay.
+        model: in its final form except for compiling and wrapping; changed in place, but keeps its names.
         checkpointing: `selective` keeps the results of matrix products, convolutions and attention; `budget`
             is left to the compiler (`apply_memory_budget`). For `blocks` see `find_blocks`; a list of modules
-            stands for its members.
+            selects its members.
         known: names of the blocks selected when the run began.
 
-    Returns the blocks by name; C005 when a pattern matches no module, C011 when the model has no blocks.
+    Returns the blocks by name; C005 if a pattern matches no module, C011 if the model has no blocks.
 
     Cost: another forward pass of the blocks, about a third of a step; on the CPU also about 0.2 ms per block
     and 20 us per dropped tensor; `selective` costs 50 us per operation; 1 to 3 s to import.
@@ -75,7 +75,7 @@ def apply_checkpointing(
         raise ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
     if mode == "every_n" and not known:
         found = dict(list(found.items())[:: checkpointing.every])
-    # Decoders of transformers would append to their cached keys and values a second time.
+    # Recomputed decoders of transformers would append to their cached keys and values a second time.
     for part in model.modules():
         settings: Any = getattr(part, "config", None)
         if getattr(settings, "use_cache", None) is True:
@@ -87,7 +87,7 @@ def apply_checkpointing(
                 if getattr(part, "inplace", None) is True:
                     part.__dict__["inplace"] = False
         block.forward = CheckpointedForward(block, selective=mode == "selective")
-    # Otherwise the first step would import it.
+    # Import it before training; otherwise the first step would.
     import torch._dynamo  # noqa: F401
 
     return found

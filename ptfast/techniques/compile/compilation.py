@@ -20,7 +20,7 @@ from ptfast.techniques.repeated_blocks import find_blocks
 Mode = Literal["blocks", "model", "reduce_overhead", "max_autotune"]
 
 MANY_SHAPES = 3
-"""Recompilations per graph from which shapes change too often; an epoch's last batch causes one."""
+"""Number of recompilations per graph that is too many; an epoch's last batch usually causes one."""
 
 
 class Compilation:
@@ -73,7 +73,7 @@ class Compilation:
                 what = f"{type(model).__name__} has no repeated blocks"
                 hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
                 raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
-            # Torch gives up after too many compiled graphs; blocks of one class share that count.
+            # Torch stops compiling after too many graphs; blocks of one class share that limit.
             config: Any = settings
             config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
             parts = list(self.blocks.values())

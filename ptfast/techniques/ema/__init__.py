@@ -1,4 +1,4 @@
-"""Evaluate a model by an average of its weights."""
+"""Evaluate a model with an average of its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ptfast.core.sections.section import Every, Family, OpenFraction, Section, U
 
 
 class Ema(Section):
-    """The average of the weights that replaces the weights in evaluation."""
+    """The average of the weights that evaluation uses instead of the weights."""
 
     decay: OpenFraction | None = None
     """Fraction of a moving average that each step keeps, such as 0.999; null for no moving average."""

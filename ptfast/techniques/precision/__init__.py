@@ -11,7 +11,7 @@ from ptfast.core.sections.section import Family, Section
 
 
 class Precision(Section):
-    """The number format that forward and backward compute in."""
+    """The number format of forward and backward."""
 
     mode: Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"] = "fp32"
     """`amp` chooses by device: native bfloat16, else float16 with a gradient scaler on CUDA, else float32."""
@@ -20,7 +20,7 @@ class Precision(Section):
     tf32_convolutions: bool = True
     """Let cuDNN round inputs of float32 convolutions to TF32, which is torch's default."""
     float8: bool = False
-    """Multiply in float8 in linear layers, by torchao; under bfloat16."""
+    """Multiply in float8 in linear layers, with torchao; needs bfloat16."""
 
 
 def float8_under_bf16(precision: Precision) -> PtfastError | None:

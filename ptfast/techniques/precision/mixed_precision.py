@@ -1,4 +1,4 @@
-"""Number formats: of the weights, of autocast, and of float32 products on hardware with a choice."""
+"""The number formats of weights, autocast and float32 products."""
 
 from __future__ import annotations
 

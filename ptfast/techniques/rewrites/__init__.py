@@ -6,7 +6,7 @@ from ptfast.core.sections.section import Family, OrAuto, Section
 
 
 class Rewrites(Section):
-    """Rewrites of the model that leave its formula as it is."""
+    """Rewrites of the model that do not change its formula."""
 
     channels_last: bool | OrAuto = "auto"
     """Store images with the channels innermost; `auto` where that usually pays."""

@@ -257,13 +257,13 @@ class FusedRMSNorm(nn.Module):
 
 
 def find_rms_norms(model: nn.Module) -> dict[str, float]:
-    """Return the modules of `model` that compute an RMS norm in single operators, by name, and their eps.
+    """Return the eps of each module of `model` that computes an RMS norm in single operators, by name.
 
     A module qualifies if its class has `norm` in its name, its only tensor is a one-dimensional `weight`, and
     its results for random inputs and weights, large and small, equal those of `F.rms_norm` in float32.
     Modules with hooks may do more, and are skipped.
 
-    Cost: some tens of small operations on the CPU per module.
+    Cost: a few dozen small operations on the CPU per module.
     """
     found = {}
     for name, module in model.named_modules():
@@ -296,7 +296,7 @@ def _eps_of(module: Any, width: int) -> float | None:
             probe.weight.copy_(weight)
             outputs, half = probe(inputs), probe(inputs.bfloat16())
     except Exception:
-        return None  # it needs other inputs
+        return None  # the module needs other inputs
     alike = isinstance(outputs, Tensor) and outputs.shape == inputs.shape
     if not alike or outputs.dtype != torch.float32 or half.dtype != torch.float32:
         return None

@@ -152,7 +152,7 @@ class OneCycle(LRSchedule):
         fall: length of the fall back to `start`; null for a fall to `end` over the rest of the run, without a
             tail, as in torch's OneCycleLR (the option `onecycle_torch`).
         anneal: how learning rate and momentum change within a phase.
-        momentum_max: momentum of the first step and of the tail; null leaves the optimizer's own.
+        momentum_max: momentum of the first step and of the tail; null keeps the optimizer's own.
         momentum_min: momentum where the learning rate is highest.
 
     Source: Smith, Topin 2018, arXiv:1708.07120; Smith 2018, arXiv:1803.09820.
@@ -214,7 +214,7 @@ class Wsd(LRSchedule):
     longer, or decayed at once, so runs of several lengths can share their beginning.
 
     Args:
-        decay: length of the fall at the end of the run; 10 to 20 % works as well as a cosine.
+        decay: length of the fall at the end of the run; 10 to 20 % works as well as a cosine schedule.
         anneal: `1-sqrt` is one minus the root of the completed fraction; `linear` is a straight line.
         end: learning rate after the last step relative to the base, >= 0.
 
