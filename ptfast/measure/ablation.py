@@ -1,4 +1,4 @@
-"""An ablation: try each switch alone, vary all in one designed experiment, run the selected config again."""
+"""An ablation: try each switch alone, vary all in one designed experiment, and confirm the best config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
 CONFIRM, APART = 0.3, 0.3
-"""Shares of the time after the first trials: for the confirmation, and at most outside the plan."""
+"""Shares of the time left after the first trials: for the confirmation; at most, for separate techniques."""
 POOR_FIT = 2.0
 """The plan fits poorly if its error is this many times the difference between processes of one config."""
 GAIN = 0.005
@@ -53,7 +53,7 @@ class Ablation:
         self.findings: list[Worth] = []
         self.apart: list[Worth] = []
         self.process_sd: float | None = None
-        """How much two processes of one config differ, as a fraction."""
+        """The typical difference between two processes of one config, as a fraction."""
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
         self.fitted = Fit([], [], math.inf, 1)
@@ -67,12 +67,12 @@ class Ablation:
         self._try_s = self._missing_s = 0.0
         """Seconds to build a trial and train its first steps; seconds of budget that the plan lacks."""
         self.not_reached = NOT_REACHED
-        """The reason shown for techniques that the budget did not reach."""
+        """The reason to show for techniques that were not measured within the budget."""
         self._members: list[list[Worth]] = []
         """The techniques of each factor, starting with level 1."""
 
     def begin(self) -> TrialResult:
-        """Build plain and the given config, one trial each; raise their errors as a run of the user would."""
+        """Build plain and the given config, one trial each; raise their errors as the user's run would."""
         configs = [self._words([]), self.arguments]
         for words in configs:
             read_config(words)

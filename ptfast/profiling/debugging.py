@@ -42,7 +42,7 @@ def debugging(
     active: int = 1,
     operators: bool = False,
 ) -> Iterator[None]:
-    """Check or record training inside this context, as `mode` says.
+    """Check or record training inside this context, depending on `mode`.
 
     `anomaly` stops at the first backward function that returns NaN and names it; the traceback of its forward
     call goes to standard error. Cost: steps take several times as long.

@@ -60,7 +60,7 @@ class FirstOutputs:
 
 
 def checking_outputs(forward: Any, run: Run) -> Any:
-    """Return `forward` as `FirstOutputs` if the model is a user's and has not been checked yet."""
+    """Wrap `forward` in `FirstOutputs` if the model is user code and has not been checked yet."""
     if run.outputs_checked or is_ours(run.model) or run.sharded or not run.ranks.is_first:
         return forward
     return FirstOutputs(forward, run)
@@ -85,7 +85,7 @@ def unsteadiness(
             return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
         args, keywords = map_tensors(lambda part: part[:1] if has_samples(part) else part, copied(given))
-        # Outputs without samples, such as a loss, belong to the whole batch.
+        # Outputs without a batch dimension, such as a loss, depend on the whole batch.
         pairs = zip(tree_leaves(outputs), tree_leaves(forward(*args, **keywords)), strict=False)
         together, alone = [], []
         for whole, single in pairs:

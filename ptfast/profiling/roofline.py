@@ -158,7 +158,7 @@ class Work:
 
 
 def count_work(run: Run, counted: Counted) -> Work:
-    """Return the work of one step, from counts over several."""
+    """Return the mean work of one step, from counts over several steps."""
     steps = counted.steps
     totals: dict[str, float] = defaultdict(float)
     for product in counted.operators.products:
@@ -175,7 +175,7 @@ def count_work(run: Run, counted: Counted) -> Work:
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> dict[str, Any]:
     """Compare a step with the machine's limits; return the entries of summary.json, including lines to print.
 
-    `seconds` are the seconds of `steps` steps by cause, as in the ledger.
+    `seconds` maps each cause in the ledger to its seconds over `steps` steps.
     """
     rows = {name: seconds.get(name, 0.0) / steps for name in STEP}
     step_s, total = sum(rows.values()), sum(work.flops.values())
@@ -232,7 +232,7 @@ def _format(run: Run, product: Product) -> str:
 
 
 def _bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of the tensors among `values`, or of this rank's shard of sharded ones."""
+    """Return the total bytes of the tensors in `values`; of sharded ones, only this rank's shards count."""
     return sum(local_part(value).nbytes for value in values if isinstance(value, torch.Tensor))
 
 

@@ -13,7 +13,7 @@ from ptfast.report.loggers import Record, rejected_by, settings_of, tagged
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 MOST_PARAMS, MOST_CHARS = 100, 500
-"""Limits of older servers: parameters per request, and characters per parameter value."""
+"""Most parameters in one request, and most characters of a parameter's value on older servers."""
 
 
 class Mlflow:

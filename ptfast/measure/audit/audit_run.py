@@ -27,7 +27,7 @@ from ptfast.report.terminal.display import Display, build_display, say, table
 
 FIX = "--fix"
 CHECKS = check_model, check_data, check_loop, check_machine
-"""docs/speed/audit.md lists what each check finds."""
+"""docs/speed/audit.md describes the findings of each check."""
 
 
 def audit(
@@ -90,7 +90,7 @@ def audit(
 def price_by_override(
     findings: Sequence[Finding], arguments: Sequence[str], budget_s: float, display: Display
 ) -> dict[str, Any]:
-    """Measure the gain of overrides in other processes, set the prices of findings, and return the record."""
+    """Measure the gain of overrides in separate processes, set the prices of findings, and return records."""
     tried = {" ".join(each.overrides): each for each in findings if each.overrides and not each.handled}
     others = {name: merge(arguments, finding.overrides) for name, finding in tried.items()}
     comparison = Comparison(arguments, others)
@@ -113,7 +113,7 @@ def price_by_override(
 
 
 def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:
-    """Write a recipe with the overrides that keep the result, except those that showed no gain in a trial."""
+    """Write a recipe with the overrides that keep the result, except those without a gain in a trial."""
     kept: list[Finding] = []
     left: list[Finding] = []
     for finding in findings:

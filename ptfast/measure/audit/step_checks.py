@@ -16,7 +16,7 @@ from ptfast.measure.audit.model_checks import times
 from ptfast.measure.audit.traces import source_place
 
 WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
-"""Smallest shares to report: waiting per step, padding per token, decoding per time of a sample."""
+"""Smallest shares to report: waiting in a step's time, padding in tokens, decoding in a sample's time."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
 """Inputs are not normalized if a mean is `FAR` deviations from 0, or a deviation is out of bounds."""
 _MENDS = {
@@ -111,7 +111,7 @@ def _check_padding(context: AuditContext, dataset_place: str) -> Iterator[Findin
 
 
 def _offset(context: AuditContext) -> str | None:
-    """Describe inputs that are not normalized by mean and standard deviation; None if they are normalized."""
+    """Describe the mean and standard deviation of unnormalized inputs; None for normalized ones."""
     inputs = next(tensors_in(context.batch), None)
     scaled = context.run.info.kind in ("image", "features")
     if not scaled or inputs is None or not inputs.is_floating_point():

@@ -51,7 +51,7 @@ _DEVICES = (Tensor, str, torch.device, int)
 
 
 def code_place() -> str | None:
-    """Return the calling line of a user, a library or a ptfast model, as `file.py:12`."""
+    """Return the running line of user, library or ptfast model code, as `file.py:12`."""
     frame = sys._getframe(1)
     while frame is not None and _is_framework(frame.f_code.co_filename):
         frame = frame.f_back
@@ -70,13 +70,13 @@ def source_place(thing: Any) -> str:
 
 @cache
 def _is_framework(file: str) -> bool:
-    """Return True for a file of torch, of Python's standard library, or of this folder."""
+    """Return True for files of torch, Python's standard library or this package."""
     return file.startswith(_HIDDEN) or (file.startswith(_STANDARD) and not file.startswith(_LIBRARIES))
 
 
 @cache
 def _shown(file: str) -> str | None:
-    """Return the name to show for a file of code; None for ptfast's files that are not part of a run."""
+    """Return the name to show for a source file; None for ptfast's own, except models and tasks."""
     path = Path(file)
     if file.startswith(f"{PACKAGE}/"):
         return str(path.relative_to(Path(PACKAGE).parent)) if file.startswith(_OUR_MODELS) else None
@@ -112,7 +112,7 @@ class CallTrace(TorchFunctionMode):
         self._device_type = device_type
         self._on_host: Any = WeakIdKeyDictionary()
         self.reads: defaultdict[tuple[str, str], Calls] = defaultdict(Calls)
-        """Reads on the host, by kind and place; the counters below are by place."""
+        """Reads on the host, by kind and place; the counters below are keyed by place only."""
         self.moved: defaultdict[str, Calls] = defaultdict(Calls)
         """Tensors created on the host and moved to the device."""
         self.copied: defaultdict[str, Calls] = defaultdict(Calls)

@@ -183,7 +183,7 @@ class Comparison:
         return self.failed.get(name) or ("" if self.runs(name) else NOT_REACHED)
 
     def effects(self) -> tuple[dict[str, Effect], Fit]:
-        """Return how much faster each other config is than the base, and the fit."""
+        """Return the speed-up of each other config over the base, and the fit."""
         return compare(BASE, [[(name, run.time) for name, run in block] for block in self.blocks])
 
     def median(self, metric: str, name: str = BASE) -> float:

@@ -1,4 +1,4 @@
-"""The plan of an experiment in which each run informs the estimates of all switches, and the estimates.
+"""A designed experiment: the plan, in which every run informs all switches, and the estimates.
 
 Runs come in blocks of four, two fold-over pairs: the second run of a pair flips every two-level switch of
 the first. The runs of a block are measured at the same time, so that drift affects all four and cancels.
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ptfast.measure.experiment.verdicts import Effect
 
 Run = tuple[int, ...]
-"""The level of each factor; the others are compared with level 0."""
+"""The level of each factor; level 0 is the baseline."""
 Block = Sequence[Run]
 Floats = NDArray[np.float64]
 Name = TypeVar("Name")
@@ -37,7 +37,7 @@ HUBER_K = 1.345
 
 @dataclass(frozen=True)
 class Factor:
-    """A switch, or a group of alternatives of which a run uses one."""
+    """A switch, or a group of mutually exclusive alternatives."""
 
     name: str
     levels: tuple[str, ...] = ("off", "on")
@@ -201,10 +201,10 @@ def fit(factors: Sequence[Factor], blocks: Sequence[Block], times: Sequence[Sequ
 
 
 def compare(base: Name, blocks: Sequence[Sequence[tuple[Name, float]]]) -> tuple[dict[Name, Effect], Fit]:
-    """Return how much faster each config is than `base`, and the fit.
+    """Return the speed-up of each config over `base`, and the fit.
 
     Args:
-        blocks: names of configs that were measured at the same time, each with its log time.
+        blocks: the configs measured at the same time, each with its name and log time.
     """
     names = list(dict.fromkeys([base, *(name for block in blocks for name, _ in block)]))
     runs = [[(names.index(name),) for name, _ in block] for block in blocks]
@@ -216,7 +216,7 @@ def compare(base: Name, blocks: Sequence[Sequence[tuple[Name, float]]]) -> tuple
 def shrink(effects: Sequence[Effect | None]) -> list[float]:
     """Return the expected log ratios of effects: estimates shrunk toward 0, as the best are partly lucky.
 
-    Empirical Bayes: true log ratios are normal around 0, with the variance not explained by errors.
+    Empirical Bayes: true log ratios are assumed normal around 0, with the variance not explained by errors.
     """
     known = [effect for effect in effects if effect is not None]
     if not known:

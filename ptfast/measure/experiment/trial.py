@@ -53,7 +53,7 @@ Processes = list[tuple[Any, Connection]]
 LEAST_STEPS = 2
 """Fewest steps of a warm-up; their losses are compared."""
 WARM_STEPS, WARM_S = 5, 0.3
-"""Fewest steps and seconds of a warm-up before it can end because step times are steady."""
+"""Fewest steps and seconds of a warm-up before steady step times can end it."""
 STEADY = 0.97
 """Step times are steady once they are at least this fraction of earlier ones."""
 ENDLESS = 2**31

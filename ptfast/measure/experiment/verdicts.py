@@ -59,7 +59,7 @@ def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
     """Return the verdict on each comparison of a family; None marks one with too few rounds.
 
     The chance of calling any two equal variants different is `ALPHA` (Holm 1979): of m effects, those whose
-    interval at level 1 - ALPHA / m excludes 1 differ; this is repeated with the effects left.
+    interval at level 1 - ALPHA / m excludes 1 differ; this is repeated with the remaining effects.
     """
     unsure = {index: effect for index, effect in enumerate(effects) if effect is not None}
     count = 0

@@ -105,7 +105,7 @@ class BatchSearch:
         while size <= largest and self.too_large is None and lost < 2:
             if self.seen and max(self.rejected, default=0) > max(self.seen):
                 break
-            # Try two at a time, because each process loads the data anew; the second may not be needed.
+            # Try two at a time, because each process loads the data again; the second may not be needed.
             self.measure([size, 2 * size] if 2 * size <= largest else [size])
             for tried in (size, 2 * size):
                 if tried in self.seen:

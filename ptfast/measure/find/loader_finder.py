@@ -36,7 +36,7 @@ TURNS = 4
 
 
 class LoaderSetup(NamedTuple):
-    """A loader to measure; the other settings are those of the config."""
+    """A loader to measure; all other settings come from the config."""
 
     kind: str
     """A value of `dataloader.kind`, but never `auto`."""
@@ -193,7 +193,7 @@ class LoaderSearch:
         return merge(self.arguments, ["curriculum=none", *loader.words])
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
-        """Return how much faster each other loader is than `base`."""
+        """Return the speed-up of each other loader over `base`."""
         return compare(base, [[(one, run.time) for one, run in block] for block in self.blocks])[0]
 
     def ratios(self, base: LoaderSetup) -> dict[LoaderSetup, float]:
@@ -212,7 +212,7 @@ class LoaderSearch:
         return statistics.median(facts[name] for facts in self.seen[loader])
 
     def _other_kinds(self) -> Iterator[LoaderSetup]:
-        """Return the kinds without workers, except `plain`, that may suit this data and device."""
+        """Yield the kinds without workers, except `plain`, that may suit this data and device."""
         if self.data["iterable"]:
             return
         memory, read_s = LoaderSetup("memory"), self.data["read_s"]

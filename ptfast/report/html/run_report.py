@@ -101,7 +101,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def made_of(run: RunFiles) -> list[str]:
-    """Return what was trained and how: model, optimizer, learning rate, precision and batch."""
+    """Return the model, optimizer, learning rate, precision and batch size of a run."""
     parts = {name: part for name, part in run.config.items() if isinstance(part, dict)}
     keys = (("lr", "optimizer", "lr"), ("precision", "precision", "mode"))
     values = {name: parts.get(group, {}).get(key) for name, group, key in keys}
@@ -112,7 +112,7 @@ def made_of(run: RunFiles) -> list[str]:
 
 
 def versions_of(run: RunFiles) -> list[str]:
-    """Return the versions and the machine of a run."""
+    """Return the versions, machine and commit of a run."""
     facts = run.environment
     found = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
     found += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]

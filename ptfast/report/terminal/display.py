@@ -85,7 +85,7 @@ def is_terminal(stream: TextIO) -> bool:
 def drop_unread(*streams: TextIO | None) -> None:
     """Discard further output of streams that are not being read, such as full pipes."""
     for stream in filter(None, streams):
-        with contextlib.suppress(OSError, ValueError):  # the stream has no file descriptor
+        with contextlib.suppress(OSError, ValueError):  # if the stream has no file descriptor
             if not select.select([], [stream.fileno()], [], UNREAD_S)[1]:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -23,7 +23,7 @@ VARIABLE = "PTFAST_JSON"
 
 
 class JsonLines(io.TextIOBase):
-    """Standard output on which each line is a JSON object, including what user code prints.
+    """Standard output on which each line is a JSON object, including prints of user code.
 
     A printed JSON object becomes a `row` event, any other line a `text` event.
     """
@@ -73,7 +73,7 @@ def as_json() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.write("\n")  # flush a last line without a newline
+        sys.stdout.write("\n")  # end a last line that lacks a newline
         sys.stdout = before
         os.environ.pop(VARIABLE)
         if outer is not None:
