@@ -12,7 +12,7 @@ from ptfast.data.transforms.resized_crops import resize
 
 
 class UnknownScaleError(ValueError):
-    """The values of an image do not show which one is white."""
+    """An image's values do not show which one is white."""
 
 
 def rgb_pixels(image: Any) -> Tensor:

@@ -29,7 +29,7 @@ _SPECIAL = ["<pad>", "<unk>"]
 class Vocabulary:
     """A vocabulary of `words` (split at white space) or `characters`.
 
-    `unknown_id` stands for tokens that are not in it; None if all must be in it.
+    `unknown_id` stands for tokens outside the vocabulary; if it is None, they are an error.
     """
 
     pad_id = PAD_ID
@@ -43,7 +43,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, kind: str, texts: Iterable[str], min_count: int | None) -> Vocabulary:
-        """Build one of pad, unknown, and tokens with `min_count` or more occurrences, most frequent first.
+        """Build a vocabulary: pad, unknown, then tokens seen `min_count` times or more, most frequent first.
 
         If `min_count` is None, it has all tokens, sorted, without pad and unknown.
         """
@@ -178,7 +178,7 @@ _FORMAT = "1"
 
 
 class Encoded(NamedTuple):
-    """Token ids of some texts, one after another."""
+    """Token ids of some texts, concatenated."""
 
     tokens: NDArray[np.integer]
     """uint16, or uint32 if the vocabulary is larger."""

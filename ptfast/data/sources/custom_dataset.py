@@ -63,10 +63,10 @@ def adapt(
 ) -> Splits:
     """Return the splits of a user's dataset: their samples and the facts about them.
 
-    Its attributes `val` and `test` are the held-out splits. Class count and names
-    come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
-    the input shape from its first sample. The size of the vocabulary comes from its attribute `vocab_size`,
-    or from all samples if they are in memory or at most 2,000; lengths of sequences come from `lengths`.
+    Its attributes `val` and `test` are the held-out splits. Class count and names come from its attributes
+    `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels; the input shape comes
+    from its first sample. The vocabulary size comes from its attribute `vocab_size`, or from all samples if
+    they are in memory or at most 2,000; sequence lengths come from `lengths`.
 
     Args:
         known: facts of a model's own data, used where this dataset states none.
@@ -262,7 +262,7 @@ def _opaque_info(
     inputs = batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
     is_pair = next(tensors_in(inputs), None) is not None
     if is_pair and isinstance(target := batch[1], (list, tuple)):
-        # A collated target of several parts is a list of tensors.
+        # Collating a target of several parts gives a list of tensors.
         is_pair = bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping, str))
     elif is_pair:
         is_pair = not isinstance(batch[1], Mapping)
@@ -301,7 +301,7 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
             return signed(torch.as_tensor(targets))
     if _stated(dataset, "classes") is not None or _stated(dataset, "num_classes") is not None:
         first = source.fetch(np.zeros(1, np.int64))[1]
-        # Only all labels show whether floats are classes or numbers to predict.
+        # Whether floats are classes or regression targets shows only in all labels.
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return first
     return _scan(source)[1]

@@ -135,7 +135,7 @@ class HfDataset(ReadsAsKnown):
         check_labels(targets, len(classes), where)
         if tokenizer is None:
             return self._decoded(inputs, where), targets
-        # In one thread: the threads of `tokenizers` do not outlive a fork.
+        # Encode in one thread: the threads of `tokenizers` do not survive a fork.
         ids = [np.array(tokenizer.encode(text), np.uint32) for text in _texts(inputs, column, where)]
         texts = Encoded(np.concatenate(ids), np.array([*map(len, ids)]))
         return TextSource(texts, targets, tokenizer.pad_id, self.max_length).fetch(np.arange(len(rows)))

@@ -102,7 +102,7 @@ class ImageFiles(ImageSource):
     @property
     def num_converted(self) -> int:
         """Number of images fetched so far that were not 8-bit RGB."""
-        # The image shown in place of an unreadable file is counted at its own index.
+        # A substitute for an unreadable file is counted only at its own index.
         return int((self._converted & ~self._corrupt).sum())
 
     def name_of(self, index: int) -> str:

@@ -64,7 +64,7 @@ class RaggedSource(MapSource):
 
 
 class TextSource(RaggedSource):
-    """Texts with a label each, truncated to `max_length` tokens."""
+    """Texts with one label each, truncated to `max_length` tokens."""
 
     columns = (*RaggedSource.columns, "targets")
 

@@ -70,7 +70,7 @@ class IterableSource(BaseSource):
         self.dataset, self.seed, self.collate = dataset, seed, collate_of(dataset, collate)
         self.class_name = type(dataset).__name__
         self.is_guessed = not hasattr(dataset, "shared_by")
-        """Whether the dataset does not state who splits it."""
+        """True if the dataset has no `shared_by`, so that it is inferred."""
         self.shuffle_buffer: int | None = None
         """Size of the buffer from which the next sample is drawn; None keeps the order."""
         stated = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
@@ -79,7 +79,7 @@ class IterableSource(BaseSource):
 
     @property
     def shared_by(self) -> Sharing:
-        """Over what the dataset splits itself: `workers`, `ranks`, or `none`.
+        """The level at which the dataset splits itself: `workers`, `ranks`, or `none`.
 
         Raises:
             DataError: D008 if it states something else.
@@ -171,7 +171,7 @@ def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
 
 @dataclass
 class _Noticing:
-    """A worker info that notices when its `id` or `num_workers` is read."""
+    """A worker info that records whether its `id` or `num_workers` is read."""
 
     dataset: Any
     seed: int = 0

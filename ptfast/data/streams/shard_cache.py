@@ -170,7 +170,7 @@ class ShardCache:
                 with contextlib.suppress(FileNotFoundError):
                     found = path.stat()
                     is_abandoned = time.time() - found.st_mtime > _ABANDONED_S
-                    # An unfinished copy lies within its claim.
+                    # An unfinished copy is counted by its claim.
                     is_claimed = path == claim or (path.suffix == ".partial" and _claim(path).exists())
                     size = 0 if is_claimed else found.st_size
                     used += size

@@ -84,7 +84,7 @@ class ShardStream(IterableSource):
         """(height, width, channels) that every image must have; empty until known."""
 
     def contents(self) -> list[Any]:
-        # Another server may have the same shards.
+        # Use names only: another server may have the same shards.
         names = [PurePosixPath(urlsplit(url).path).name for url in self.dataset.urls]
         return describe_part(len(names), "shards", *names)
 
@@ -95,7 +95,7 @@ class ShardStream(IterableSource):
         """Return a warning if the samples in the shuffle buffer span more shards than fit into the cache."""
         shard, bound = self.first[0].shard, self.dataset.cache.bound
         spanned = (self.shuffle_buffer or 0) * int((shard.offsets + shard.sizes).max()) // len(shard.sizes)
-        # A sample waits for as many others as the buffer has on average, and some for twice as many.
+        # On average, a sample stays in the buffer for one buffer length; some stay twice as long.
         if 2 * spanned <= bound:
             return None
         what = f"data.shuffle_buffer={self.shuffle_buffer:,} spans about {num_bytes(spanned)} of shards"

@@ -219,7 +219,7 @@ def build_stream_batches(
         hint = "Crop them in the dataset, or use augment=crop_flip"
         raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
     if source.is_guessed and sharding.world_size > 1:
-        # A dataset that does not state who splits it may start with a different sample on each rank.
+        # A dataset without `shared_by` may start with a different sample on each rank.
         begins = sum_of([source.first[0], source.shared_by])
         check_same(on_all_ranks(begins, sharding.world_size), source.class_name)
     workers, in_parts, reason = share_out(source, sharding, loading)
@@ -245,7 +245,7 @@ class Marks:
 
     def note(self, step: int, mark: Mark) -> None:
         if mark != self._found[-1][1]:
-            # Loaders are a few batches ahead of the training.
+            # Keep some marks: loaders are a few batches ahead of training.
             self._found = [*self._found[-31:], (step, mark)]
 
     def at(self, step: int) -> Mark:
@@ -294,7 +294,7 @@ class WholeBatches(StreamBatches):
     """Batches of a stream that each data worker reads in full, pass after pass.
 
     A short batch at the end of a pass is filled from the next pass, unless the stream is read once. If the
-    dataset does not state who splits it, the first batches of all ranks are compared.
+    dataset has no `shared_by`, the first batches of all ranks are compared.
     """
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:

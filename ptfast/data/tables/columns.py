@@ -162,7 +162,7 @@ class Rows(NamedTuple):
 
     columns: Mapping[str, Sequence[Any]]
     numbers: Sequence[int]
-    """The place of each row in the file, for messages."""
+    """The position of each row in the file, for messages."""
     file: str
     delimiter: str = ","
 

@@ -28,7 +28,7 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d.*)?")
 _EXAMPLES = 3
 MOST_CATEGORIES = 10_000
-"""Maximum number of a column's most frequent values with their own category; the others share one."""
+"""Maximum number of values of a column with their own category; rarer values share one."""
 _FEW = 20
 """A text column with more distinct values than this, and than half of its rows, identifies rows."""
 

@@ -112,7 +112,7 @@ def erase(images: Tensor, boxes: Tensor, fill: Sequence[float]) -> Tensor:
     """
     images, fill = images.clone(), fill or [0] * images.shape[3]
     if images.device.type == "cpu" and not images.is_floating_point():
-        # Only the boxes are written. A row of color is copied as one run, where single pixels would not be.
+        # Write only the boxes, in whole rows: a row of color is copied as one run, single pixels are not.
         pixels = images.numpy()
         row = np.tile(np.array(fill).astype(pixels.dtype), (images.shape[2], 1))
         for image, (top, bottom, left, right) in zip(pixels, boxes.clamp(min=0).tolist(), strict=True):

@@ -22,7 +22,7 @@ BETA_POINTS = 4097
 
 
 class Draw(NamedTuple):
-    """How each sample of a micro-batch is mixed."""
+    """The draws by which each sample of a micro-batch is mixed."""
 
     partners: NDArray[np.int64]
     """(batch,): the partner of each sample; every sample is the partner of exactly one."""

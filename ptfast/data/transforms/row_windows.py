@@ -178,7 +178,7 @@ def reflected(length: int, padding: int) -> Indices:
 
 
 def padded_bytes(augment: Augment, source: TensorSource) -> int:
-    """Return the bytes that padded images, and their masks if they move, take."""
+    """Return the bytes of the padded images, and of their masks if those are changed."""
     stored, pad = [source.inputs], 2 * augment.crop_padding
     if augment.mask_fill is not None:
         stored.append(planes(augment, source.targets)[..., None])
@@ -201,7 +201,7 @@ def cut_masks(
     masks: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, flipped: Tensor, size: int
 ) -> Tensor:
     """Crop boxes of masks, scale them to squares by the nearest pixel, then mirror them."""
-    # The pixel under the center of each of `size` parts of a line from start to end.
+    # Take the pixel at the center of each of `size` equal parts of a line from start to end.
     places = 2 * torch.arange(size, device=masks.device) + 1
     rows, columns = (
         start[:, None] + torch.div(places * (end - start)[:, None], 2 * size, rounding_mode="floor")
