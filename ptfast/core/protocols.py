@@ -203,8 +203,8 @@ class Callback:
     def on_step(self, run: Any, step: int) -> None:
         """Called after optimizer step `step` (from 1). On CUDA, `run.metrics` is one log line behind."""
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
-        """Called after an evaluation of `split`, before logging; numbers added to `figures` are logged."""
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, float]) -> None:
+        """Called after an evaluation of `split`, before logging; numbers added to `metrics` are logged."""
 
     def on_save(self, run: Any, step: int, folder: Path) -> None:
         """Called on the first rank, after it has written the checkpoint of `step` to `folder`."""

@@ -46,5 +46,5 @@ class Watch:
         if step == self.at:
             self.act()
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, float]) -> None:
         self.seen.append(step)

@@ -50,9 +50,9 @@ class Stream(IterableDataset):
 class Note(Callback):
     def __init__(self, path):
         self.path = path
-    def on_evaluation(self, run, step, split, figures):
+    def on_evaluation(self, run, step, split, metrics):
         with open(self.path, "a") as file:
-            print(step, split, sorted(figures), file=file)
+            print(step, split, sorted(metrics), file=file)
 """
 
 
@@ -74,13 +74,13 @@ def test_eval_repeats_the_figures_of_the_run(
 ) -> None:
     for step, *words in ((12, "--checkpoint", "last"), (6, "--checkpoint", "step-6")):
         assert run(["eval", str(digits_run), *words]) == 0
-        (figures,) = lines(capsys.readouterr().out)
+        (metrics,) = lines(capsys.readouterr().out)
         (logged,) = [each for each in records(digits_run) if (each["split"], each["step"]) == ("val", step)]
         logged.pop("epoch")
-        assert figures == logged
+        assert metrics == logged
     assert run(["eval", str(digits_run)]) == 0
-    (figures,) = lines(capsys.readouterr().out)
-    assert {name: figures[name] for name in summary(digits_run)["best"]} == summary(digits_run)["best"]
+    (metrics,) = lines(capsys.readouterr().out)
+    assert {name: metrics[name] for name in summary(digits_run)["best"]} == summary(digits_run)["best"]
 
 
 def test_the_predictions_in_the_report_are_those_that_are_evaluated(digits_run: Path) -> None:
@@ -105,9 +105,9 @@ def test_eval_takes_overrides_and_names_splits(
     digits_run: Path, in_tmp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["eval", str(digits_run), "eval.batch_size=7", "--split", "val"]) == 0
-    (figures,) = lines(capsys.readouterr().out)
-    assert figures["accuracy"] == summary(digits_run)["best"]["accuracy"]
-    assert figures["loss"] == pytest.approx(summary(digits_run)["best"]["loss"], rel=1e-3)
+    (metrics,) = lines(capsys.readouterr().out)
+    assert metrics["accuracy"] == summary(digits_run)["best"]["accuracy"]
+    assert metrics["loss"] == pytest.approx(summary(digits_run)["best"]["loss"], rel=1e-3)
     assert run(["eval", str(digits_run), "--split", "test"]) == 2
     assert "There are: val" in capsys.readouterr().err
     assert run(["eval", str(digits_run), "data.val=0"]) == 2
@@ -239,8 +239,8 @@ def test_code_of_ones_own(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> N
     # A run directory names code: what the user has run here is theirs, wherever it lies by now.
     Path("points").rename("moved")
     assert run(["eval", "moved"]) == 0
-    (figures,) = lines(capsys.readouterr().out)
-    assert figures["loss"] == summary(Path("moved"))["best"]["loss"]
+    (metrics,) = lines(capsys.readouterr().out)
+    assert metrics["loss"] == summary(Path("moved"))["best"]["loss"]
     assert run(["train", "--config", "moved/", "--cfg", "job"]) == 0
     # Of one that is not, it is imported once the user says so.
     with Path("moved/config.yaml").open("a") as config:

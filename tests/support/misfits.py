@@ -211,10 +211,10 @@ class Hooked(Callback):
     def on_step(self, run: Any, step: int) -> None:
         self._fail("on_step")
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, Any]) -> None:
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, Any]) -> None:
         self._fail("on_evaluation")
         if self.how in ("figure", "huge"):
-            figures["mine"] = torch.ones(2) if self.how == "figure" else 10**400
+            metrics["mine"] = torch.ones(2) if self.how == "figure" else 10**400
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": [Path()]} if self.how == "state_dict" else {}

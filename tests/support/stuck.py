@@ -38,7 +38,7 @@ class Hangs(Callback):
         if self.how == "on_step" and step == 3:
             hang()
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, float]) -> None:
         if self.how == "on_evaluation":
             hang()
 

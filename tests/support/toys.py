@@ -139,8 +139,8 @@ class Recorder(Callback):
     def on_step(self, run: Any, step: int) -> None:
         self.events.append(("step", step))
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
-        self.events.append((split, step, figures["loss"]))
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, float]) -> None:
+        self.events.append((split, step, metrics["loss"]))
 
 
 class Signals(Callback):
@@ -153,7 +153,7 @@ class Signals(Callback):
         if step == self.step and not self.evaluation:
             os.kill(os.getpid(), self.number)
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, float]) -> None:
         if step == self.step and self.evaluation:
             os.kill(os.getpid(), self.number)
 

@@ -51,7 +51,7 @@ class Seen:
         if step == self.fails_at:
             raise RuntimeError("on purpose")
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: Any) -> None:
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: Any) -> None:
         self.looks.append(gc.isenabled())
 
 

@@ -31,8 +31,8 @@ class Diary(Callback):
         if step == self.stop:
             run.stop_signal = 15
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
-        figures["twice"] = 2 * figures["loss"]
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, float]) -> None:
+        metrics["twice"] = 2 * metrics["loss"]
         self.told.append((split, step))
 
     def on_save(self, run: Any, step: int, folder: Path) -> None:
@@ -46,8 +46,8 @@ class Diary(Callback):
 class OnlyEvaluation:
     """A callback of no class of ours, with a single method."""
 
-    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
-        figures["one"] = 1
+    def on_evaluation(self, run: Any, step: int, split: str, metrics: dict[str, float]) -> None:
+        metrics["one"] = 1
 
 
 def test_every_method_is_called_when_it_says_and_once_over_a_resume(
