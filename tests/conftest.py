@@ -182,6 +182,14 @@ def pytest_collection_finish() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Have it pass over what the tests of a file have loaded, too: every run collects garbage."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def _has_cuda() -> bool:
     import torch
 
