@@ -16,7 +16,7 @@ from typing_extensions import NotRequired, Required, TypedDict
 from ptfast.core import run_directory
 from ptfast.core.protocols import DataInfo
 
-LEAST_STEPS, LEAST_S = 5, 2.0
+LEAST_STEPS, LEAST_S = 5, 1.0
 """The minimum of steps and seconds after warm-up to report throughput: fewer would be too noisy."""
 
 
