@@ -166,7 +166,7 @@ class Config(Section):
     log_every: OrAuto | Annotated[Duration, InUnit("steps"), POSITIVE] = "auto"
     """Interval between logged metrics, for example `50steps`; `auto` logs a hundred times a run."""
     trust: list[str] = Field(default_factory=list)
-    """Packages that a config from elsewhere may import."""
+    """Packages that a config you did not write may import."""
     callbacks: list[Target] = Field(default_factory=list)
     """Classes called during training: an import path, or a mapping with `_target_`."""
     metrics: dict[str, Target] = Field(default_factory=dict)

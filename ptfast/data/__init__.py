@@ -37,7 +37,7 @@ class DataSection(TargetSection):
     normalize: bool = True
     """Normalize inputs with the training data's mean and standard deviation."""
     collate: Target | None = None
-    """Import path of a function that makes a batch of a list of samples; null for the dataset's own."""
+    """Import path of a function that turns a list of samples into a batch; null for the dataset's own."""
     shuffle_buffer: Count | None = None
     """Shuffle buffer of a stream: the next sample is drawn from this many; null keeps the stream's order."""
 

@@ -26,7 +26,7 @@ class Model(TargetSection):
     weights: str | None = None
     """Initial weights: `pretrained`, a file or a run folder; null for random weights."""
     replace_head: bool = False
-    """Keep random weights in the last layer if the stored ones do not fit."""
+    """Keep the last layer's random weights if the stored shape does not match."""
     lora: Lora = Field(default_factory=Lora)
     """Low-rank factors that train instead of the whole model."""
 

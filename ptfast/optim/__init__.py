@@ -40,7 +40,7 @@ class ParameterGroup(Section):
     trains_from: Annotated[Duration, InUnit("epochs")] | None = None
     """Point of the run at which they start to train."""
     trains_until: Annotated[Duration, InUnit("epochs")] | None = None
-    """Point of the run at which they stop; 0 keeps them frozen throughout."""
+    """Point of the run at which they stop training; 0 keeps them frozen throughout."""
 
 
 class Optimizer(TargetSection):

@@ -50,7 +50,7 @@ class AugmentSection(Section):
     hue: Annotated[float, Range(0, 0.5)] = 0.0
     """Largest hue shift either way, as a fraction of the color wheel."""
     grayscale: Chance = 0.0
-    """Fraction of the images that lose their colors."""
+    """Fraction of the images turned gray."""
     blur: Chance = 0.0
     """Fraction of the images that are blurred."""
     policy: Literal["trivial", "rand", "auto"] | None = None

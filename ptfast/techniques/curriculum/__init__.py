@@ -11,7 +11,7 @@ from ptfast.core.sections.section import Count, Family, OrAuto, Section, Unused,
 
 
 class Curriculum(Section):
-    """Sizes that start small and grow in training."""
+    """Input sizes that start small and grow during training."""
 
     image_size_from: Count | OrAuto | None = None
     """Initial pixels of the shorter image side; `auto` for half of the full size, null for the full size."""

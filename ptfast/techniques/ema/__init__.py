@@ -14,7 +14,7 @@ class Ema(Section):
     """The average of the weights that evaluation uses instead of the weights."""
 
     decay: OpenFraction | None = None
-    """Fraction of a moving average that each step keeps, such as 0.999; null for no moving average."""
+    """Fraction of the moving average kept in each step, such as 0.999; null for no moving average."""
     warmup: bool = False
     """Keep less in the first steps: 1 - step ** (-2/3), up to `decay`, as timm does; for short runs."""
     swa_start: Annotated[Duration, InUnit("epochs")] | None = None
