@@ -1,4 +1,4 @@
-"""Write the references that follow from the code: docs/reference/cli.md and config-keys.md."""
+"""Write the references made from the code, cli.md and config-keys.md; `--check` only compares them."""
 
 from __future__ import annotations
 
@@ -244,4 +244,8 @@ PAGES = {"cli.md": cli, "config-keys.md": config_keys}
 if __name__ == "__main__":
     for name, written in PAGES.items():
         page = REFERENCE / name
-        page.write_text(write(page, written()), encoding="utf-8")
+        text = write(page, written())
+        if "--check" not in sys.argv:
+            page.write_text(text, encoding="utf-8")
+        elif text != page.read_text(encoding="utf-8"):
+            sys.exit(f"docs/reference/{name} is out of date: run scripts/doc_reference.py")

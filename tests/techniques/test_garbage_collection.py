@@ -20,11 +20,15 @@ OURS = ("data=digits", "model=mlp", "model.hidden=[4]", "steps=2")
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    gc.unfreeze()
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What earlier tests have frozen stays so, and does not count: collections pass over it."""
+    frozen = list[Any]()
+    freeze = gc.freeze
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(freeze()))
+    monkeypatch.setattr(gc, "unfreeze", frozen.clear)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: len(frozen))
     yield
     assert gc.isenabled()
-    gc.unfreeze()
 
 
 class Rows(torch.utils.data.Dataset[Any]):
