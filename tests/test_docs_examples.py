@@ -34,6 +34,7 @@ def in_users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow
 def test_every_own_part_takes_steps(in_users_folder: Path) -> None:
     for shown in shown_commands():
         if shown.page in OWN_PARTS and shown.words[0] == "train":

@@ -243,6 +243,7 @@ def test_unknown_categories_count_for_nothing_and_low_precision_is_rejected():
         model(torch.zeros(1, 3, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_a_table_trains_predicts_and_exports_to_the_same_numbers(
     in_tmp: Path, capsys: pytest.CaptureFixture[str]
 ):

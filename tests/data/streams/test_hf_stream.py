@@ -90,6 +90,7 @@ def test_all_data_workers_make_the_same_batches(shuffle_buffer: int | None) -> N
     assert same_bits([batch for pair in zip(*ranks, strict=True) for batch in pair], plain)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_a_run_is_resumed_to_the_same_bits() -> None:
     words = ("data=hf", "data.path=texts", "data.streaming=true", "data.tokenizer=tokenizer.json")
