@@ -34,7 +34,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
     """Checks in a thread whether a rank makes progress: new steps or batches, or another kind of work.
 
     After too long a pause, it writes the stacks of all threads and workers to `hang-rankN.txt` in the run
-    directory, with NCCL's own records beside it, and a warning names the file. With `timeout_s`, the rank
+    directory, with NCCL's own records next to it, and a warning names the file. With `timeout_s`, the rank
     then raises P001 wherever its main thread is, or exits if that has no effect. Loading the data and
     compiling may take at least a minute with `timeout_s`, and any time without it.
 

@@ -106,7 +106,7 @@ class Trainer:
         if run.freezing is None or not run.freezing.apply(run.progress.step):
             return False
         if isinstance(run.forward, GradientAveraging):
-            # The old hooks would keep averaging beside those of the new wrapper.
+            # The old hooks would keep averaging along with those of the new wrapper.
             run.forward._remove_autograd_hooks()
         run.forward = run.wrap()
         return True
